@@ -1,0 +1,392 @@
+package idempotency
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+)
+
+// An Execution is what a handler can ask and say about the operation it runs
+// for. It is safe for concurrent use. It prints without the key's parts.
+type Execution struct {
+	key     ScopedKey
+	attempt int
+	outer   *Execution // of a guard around this one, for another tuple; or nil
+	mark    atomic.Int32
+}
+
+// What a handler can say about its outcome.
+const (
+	markNone int32 = iota
+	markKeep
+	markDiscard
+)
+
+type executionKey struct{}
+
+// An executionContext is a handler's context: one that knows its execution.
+type executionContext struct {
+	context.Context
+	exec *Execution
+}
+
+// Value returns the execution for its key, and the parent's value for others.
+func (c *executionContext) Value(key any) any {
+	if _, ok := key.(executionKey); ok {
+		return c.exec
+	}
+	return c.Context.Value(key)
+}
+
+// FromContext returns the execution that a guarded handler runs for. There is
+// none, and ok is false, where a handler runs unguarded.
+func FromContext(ctx context.Context) (exec *Execution, ok bool) {
+	exec, ok = ctx.Value(executionKey{}).(*Execution)
+	return exec, ok
+}
+
+// Key returns the operation's key.
+func (e *Execution) Key() ScopedKey { return e.key }
+
+// Attempt returns which attempt at the operation this is: 1, 2, … A number above
+// 1 says that an earlier attempt was released or broke off, and may have had
+// effects.
+func (e *Execution) Attempt() int { return e.attempt }
+
+// Keep makes the outcome final, whatever its status: retries get this response
+// (S24). The last of Keep and Discard counts; neither does after the handler has
+// returned.
+func (e *Execution) Keep() { e.mark.Store(markKeep) }
+
+// Discard makes the outcome not final, whatever its status: the key is released
+// and a retry runs again (S24).
+func (e *Execution) Discard() { e.mark.Store(markDiscard) }
+
+// String returns the key's digest and the attempt.
+func (e *Execution) String() string { return fmt.Sprintf("%s attempt %d", e.key, e.attempt) }
+
+// Format writes [Execution.String] for every verb.
+func (e *Execution) Format(f fmt.State, _ rune) { _, _ = io.WriteString(f, e.String()) }
+
+// LogValue returns [Execution.String] for package slog.
+func (e *Execution) LogValue() slog.Value { return slog.StringValue(e.String()) }
+
+// An executor takes operations from claim to settlement. It knows the store's
+// contract and the life of a lease; what a request and a response are, it does
+// not know.
+type executor struct {
+	store        Store
+	ttl          time.Duration
+	lease        time.Duration
+	storeTimeout time.Duration
+	maxExecution time.Duration // 0: unlimited
+	wait         time.Duration // 0: no waiting
+	hold         bool
+	outlive      bool // executions outlive their caller
+	logger       *slog.Logger
+	onEvent      func(context.Context, Event)
+	background   *background
+}
+
+// A payload is what an executor must know of a request: its fingerprint, and
+// whether a record's is the same.
+type payload struct {
+	fingerprint Fingerprint
+	// equal also returns the payload's fingerprint by the record's scheme.
+	equal func(record Fingerprint) (same bool, byScheme Fingerprint, err error)
+}
+
+// A verdict says what is to be done about a request.
+type verdict int
+
+const (
+	verdictRun      verdict = iota + 1
+	verdictReplay           // the outcome is stored
+	verdictInFlight         // another execution is running
+	verdictReused           // the key is bound to another payload
+	verdictUnknown          // an execution broke off, and its record is held
+	verdictGone             // nobody waits for an answer any more
+)
+
+// begin claims key for a payload, or finds out why that is not to be. With
+// verdictRun comes the operation, which must be settled; with verdictReplay the
+// record. An error is the store's, or the payload's.
+func (x *executor) begin(ctx context.Context, key ScopedKey, p payload) (verdict, Record, *operation, error) {
+	var waiting *wait
+	for fp := p.fingerprint; ; {
+		rec, op, err := x.claim(ctx, key, fp)
+		switch {
+		case err != nil && waiting != nil:
+			return verdictInFlight, rec, nil, nil // it was running a moment ago, and must not be run beside that
+		case err != nil:
+			return 0, rec, nil, err
+		}
+		if rec.State == StateClaimed {
+			if op == nil {
+				return verdictGone, rec, nil, nil
+			}
+			return verdictRun, rec, op, nil
+		}
+		same, byScheme, err := p.equal(rec.Fingerprint)
+		if err != nil {
+			return 0, rec, nil, err
+		}
+		switch {
+		case !same:
+			return verdictReused, rec, nil, nil
+		case rec.State == StateCompleted:
+			return verdictReplay, rec, nil, nil
+		case rec.State == StateInProgress:
+			if waiting == nil {
+				waiting = newWait(x.wait)
+			}
+			switch {
+			case waiting.next(ctx):
+			case isOver(ctx):
+				return verdictGone, rec, nil, nil
+			default:
+				return verdictInFlight, rec, nil, nil
+			}
+		case byScheme != fp:
+			fp = byScheme // free for this payload, but bound by an earlier scheme
+		case rec.State == StateAbandoned:
+			return verdictUnknown, rec, nil, nil
+		default:
+			err := fmt.Errorf("idempotency: store left a %v record unclaimed for its own fingerprint", rec.State)
+			x.fault(ctx, "claim", key, err)
+			return 0, rec, nil, err
+		}
+	}
+}
+
+// claim makes one claim with an owner of its own. A won claim comes with its
+// operation, or without where it is no use any more and was given up: its caller
+// has left, or the lease was over before the store's answer was here.
+func (x *executor) claim(ctx context.Context, key ScopedKey, fp Fingerprint) (Record, *operation, error) {
+	c := Claim{Key: key, Fingerprint: fp, Owner: uuid.New(), Lease: x.lease, TTL: x.ttl, Hold: x.hold}
+	detached := context.WithoutCancel(ctx)
+	sent := now()
+	rec, err := x.sendClaim(detached, c)
+	if err == nil && rec.State != StateClaimed {
+		return rec, nil, nil
+	}
+	op := newOperation(detached, x, c, sent)
+	if err != nil {
+		x.fault(ctx, "claim", key, err)
+		op.giveUp(false)
+		return Record{}, nil, fmt.Errorf("idempotency: claim: %w", err)
+	}
+	op.exec.attempt = rec.Attempt
+	if isOver(ctx) || now().Sub(sent) >= x.lease {
+		op.giveUp(true)
+		return rec, nil, nil
+	}
+	return rec, op, nil
+}
+
+func isOver(ctx context.Context) bool { return ctx.Err() != nil }
+
+func (x *executor) sendClaim(detached context.Context, c Claim) (Record, error) {
+	ctx := newCallContext(detached, x.storeTimeout)
+	defer ctx.end()
+	return x.store.Claim(ctx, c) //nolint:contextcheck // a callContext is a child of detached
+}
+
+// giveUp releases, in the background, a claim that nobody will run (S26). Where
+// the claim is not known to have arrived, it may still be on its way: the store
+// not knowing the owner is no answer then, until the lease would be over.
+func (op *operation) giveUp(arrived bool) {
+	s := settlement{end: endGiveUp}
+	if !arrived {
+		s.insistUntil = op.sent.Add(op.x.lease)
+	}
+	op.settleLater(s)
+}
+
+// fault reports a failed call to the store.
+func (x *executor) fault(ctx context.Context, call string, key ScopedKey, err error) {
+	x.logger.LogAttrs(ctx, slog.LevelError, "idempotency: store fault",
+		slog.String("call", call), slog.Any("key", key), slog.Any("error", err))
+	x.emit(ctx, Event{Kind: EventStoreFault, Key: key, Err: err})
+}
+
+func (x *executor) emit(ctx context.Context, e Event) {
+	if x.onEvent != nil {
+		x.onEvent(ctx, e)
+	}
+}
+
+// An operation is one claimed execution, from its claim to its settlement.
+type operation struct {
+	exec  Execution
+	x     *executor
+	owner uuid.UUID
+	keys  [1]ScopedKey
+	sent  time.Time // when the claim was sent: the lease counts from here (S27)
+	// detached is the caller's context without its end, for all that must go on.
+	detached context.Context
+	settling bool // settle was called
+	keeper
+}
+
+func newOperation(detached context.Context, x *executor, c Claim, sent time.Time) *operation {
+	op := &operation{x: x, owner: c.Owner, keys: [1]ScopedKey{c.Key}, detached: detached, sent: sent}
+	op.exec.key = c.Key
+	return op
+}
+
+func (op *operation) lease() Lease {
+	return Lease{Keys: op.keys[:], Owner: op.owner, Duration: op.x.lease}
+}
+
+// An ending is how an operation is to be settled.
+type ending int
+
+const (
+	endKeep    ending = iota + 1 // store the outcome
+	endRelease                   // keep nothing
+	endHold                      // leave the record abandoned: held
+	endGiveUp                    // release a claim that nobody ran
+)
+
+// String returns the step of the store's contract that does it.
+func (e ending) String() string {
+	switch e {
+	case endKeep:
+		return "complete"
+	case endHold:
+		return "extend"
+	case endRelease, endGiveUp:
+		return "release"
+	}
+	return "unknown"
+}
+
+// A settlement is what is to be told to the store about an operation.
+type settlement struct {
+	end         ending
+	response    Response  // of endKeep
+	insistUntil time.Time // of endGiveUp: how long the claim may still arrive
+}
+
+// settle ends the operation in the store. It tries for the time of one store
+// call; if the store has not answered by then, settling goes on in the
+// background (S30). With OutcomeLost comes ErrLeaseLost.
+func (op *operation) settle(s settlement) (Outcome, error) {
+	op.settling = true
+	ctx := newCallContext(op.detached, op.x.storeTimeout)
+	defer ctx.end()
+	err := op.persist(ctx, s, op.tell)
+	switch {
+	case errors.Is(err, ErrLeaseLost):
+		op.reportLost(op.detached, err)
+		return OutcomeLost, err
+	case err != nil:
+		op.x.fault(op.detached, s.end.String(), op.exec.key, err)
+		op.settleLater(s)
+		return OutcomePending, err
+	}
+	switch s.end {
+	case endKeep:
+		return OutcomeStored, nil
+	case endHold:
+		return OutcomeHeld, nil
+	case endRelease, endGiveUp:
+	}
+	return OutcomeReleased, nil
+}
+
+// settleLater settles in the background, until it is decided: done, taken over by
+// another owner, or expired (S30). Shutdown ends it, too.
+func (op *operation) settleLater(s settlement) {
+	started := op.x.background.start(op.detached, func(ctx context.Context) {
+		expiring, cancel := context.WithTimeout(ctx, op.x.settleWithin(s.end)-now().Sub(op.sent))
+		defer cancel()
+		op.reportSettled(ctx, s.end, op.persist(expiring, s, op.tellInTime))
+	})
+	if !started {
+		op.reportSettled(op.detached, s.end, errShutDown)
+	}
+}
+
+// settleWithin is how long after its claim an operation is still worth settling.
+// A claim that nobody ran is free once its lease is over, unless it is held: while
+// the store is down, and every request's claim fails, they must not pile up.
+func (x *executor) settleWithin(end ending) time.Duration {
+	if end == endGiveUp && !x.hold {
+		return x.lease
+	}
+	return x.ttl
+}
+
+// persist tells the store until it is decided or ctx ends.
+func (op *operation) persist(ctx context.Context, s settlement, tell func(context.Context, settlement) error) error {
+	retry := newBackoff(firstRetry, lastRetry)
+	for {
+		err := tell(ctx, s)
+		if err == nil || errors.Is(err, ErrLeaseLost) || !retry.sleep(ctx) {
+			return err
+		}
+	}
+}
+
+// tellInTime is tell with a deadline for the one call.
+func (op *operation) tellInTime(ctx context.Context, s settlement) error {
+	ctx, cancel := context.WithTimeout(ctx, op.x.storeTimeout)
+	defer cancel()
+	return op.tell(ctx, s)
+}
+
+// tell makes one call to the store.
+func (op *operation) tell(ctx context.Context, s settlement) error {
+	lease := op.lease()
+	switch s.end {
+	case endKeep:
+		return op.x.store.Complete(ctx, lease, s.response)
+	case endHold:
+		lease.Duration = 0
+		return op.x.store.Extend(ctx, lease)
+	case endGiveUp:
+		return s.giveUp(op.x.store.Release(ctx, lease))
+	case endRelease:
+	}
+	return op.x.store.Release(ctx, lease)
+}
+
+// giveUp judges the release of a claim that nobody ran: it need not be there any
+// more, but it must not come later.
+func (s settlement) giveUp(err error) error {
+	switch {
+	case !errors.Is(err, ErrLeaseLost):
+		return err
+	case now().Before(s.insistUntil):
+		return errStillOnItsWay
+	}
+	return nil
+}
+
+var errStillOnItsWay = errors.New("idempotency: claim of unknown fate")
+
+func (op *operation) reportSettled(ctx context.Context, end ending, err error) {
+	switch {
+	case err == nil:
+		op.x.logger.LogAttrs(ctx, slog.LevelInfo, "idempotency: settled in the background",
+			slog.String("call", end.String()), slog.Any("execution", &op.exec))
+	case errors.Is(err, ErrLeaseLost):
+		op.reportLost(ctx, err)
+	default:
+		op.x.logger.LogAttrs(ctx, slog.LevelError, "idempotency: not settled",
+			slog.String("call", end.String()), slog.Any("execution", &op.exec), slog.Any("error", err))
+	}
+}
+
+func (op *operation) reportLost(ctx context.Context, err error) {
+	op.x.logger.LogAttrs(ctx, slog.LevelWarn, "idempotency: lease lost", slog.Any("execution", &op.exec))
+	op.x.emit(ctx, Event{Kind: EventLeaseLost, Key: op.exec.key, Attempt: op.exec.attempt, Err: err})
+}

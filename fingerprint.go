@@ -1,0 +1,162 @@
+package idempotency
+
+import (
+	"crypto/hmac"
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"net/http"
+)
+
+// A FingerprintFunc returns the bytes that tell the payload of one request from
+// that of another, in place of method, target, content headers and body (S16):
+// selected fields, say, or the parts of a multipart body whose boundary differs
+// on each try. The bytes may have any length; the library digests them, with the
+// configured secret where there is one. Two requests that the function maps to
+// the same bytes are the same request: let it delimit what it joins.
+//
+// body is the whole request body, from its first byte. The function must be
+// deterministic, safe for concurrent use, and must not keep r or body. An error
+// means that the body cannot be read as a request to this operation: the client
+// gets 400 broken-body, and nothing is claimed.
+type FingerprintFunc func(r *http.Request, body io.Reader) ([]byte, error)
+
+// Schemes of a Fingerprint: its first byte. A scheme's number and meaning never
+// change, since stored records name it.
+const (
+	schemeRequest     = 1 // SHA-256 over the request
+	schemeRequestHMAC = 2 // HMAC-SHA-256 over the request
+	schemeCustom      = 3 // SHA-256 over what a FingerprintFunc returned
+	schemeCustomHMAC  = 4 // HMAC-SHA-256 over what a FingerprintFunc returned
+)
+
+// A fingerprinter makes and compares fingerprints.
+type fingerprinter struct {
+	custom FingerprintFunc  // or nil
+	keyed  func() hash.Hash // HMAC with the secret, which it alone holds, so that none prints it; or nil
+}
+
+func newFingerprinter(custom FingerprintFunc, secret []byte) fingerprinter {
+	f := fingerprinter{custom: custom}
+	if secret != nil {
+		f.keyed = func() hash.Hash { return hmac.New(sha256.New, secret) }
+	}
+	return f
+}
+
+// scheme is the one that new records get.
+func (f *fingerprinter) scheme() byte {
+	switch {
+	case f.custom != nil && f.keyed != nil:
+		return schemeCustomHMAC
+	case f.custom != nil:
+		return schemeCustom
+	case f.keyed != nil:
+		return schemeRequestHMAC
+	}
+	return schemeRequest
+}
+
+// knows reports whether f can still make fingerprints of a scheme: one that a
+// record made under an earlier configuration names.
+func (f *fingerprinter) knows(scheme byte) bool {
+	switch scheme {
+	case schemeRequest:
+		return true
+	case schemeRequestHMAC:
+		return f.keyed != nil
+	case schemeCustom:
+		return f.custom != nil
+	case schemeCustomHMAC:
+		return f.custom != nil && f.keyed != nil
+	}
+	return false
+}
+
+// sum returns the fingerprint of r by a scheme that f knows.
+func (f *fingerprinter) sum(scheme byte, r *http.Request, body spool) (Fingerprint, error) {
+	var h hash.Hash
+	if scheme == schemeRequestHMAC || scheme == schemeCustomHMAC {
+		h = f.keyed()
+	} else {
+		h = sha256.New()
+	}
+	buf := append(make([]byte, 0, 256), scheme)
+	if scheme == schemeCustom || scheme == schemeCustomHMAC {
+		fields, err := f.custom(r, body.reader())
+		if err != nil {
+			return Fingerprint{}, fmt.Errorf("%w: fingerprint function: %w", errBrokenBody, err)
+		}
+		buf = append(buf, fields...)
+		h.Write(buf)
+	} else {
+		buf = appendRequest(buf, r, body.size)
+		h.Write(buf)
+		if err := body.writeTo(h); err != nil {
+			return Fingerprint{}, err
+		}
+	}
+	fp := Fingerprint{scheme}
+	copy(fp[1:], h.Sum(buf[:0]))
+	return fp, nil
+}
+
+// equal reports whether the request behind own, r and body is the one behind
+// record, judged by the scheme that record names, and returns the request's
+// fingerprint by that scheme. The comparison takes constant time.
+func (f *fingerprinter) equal(record, own Fingerprint, r *http.Request, body spool) (bool, Fingerprint, error) {
+	if scheme := record[0]; scheme != own[0] {
+		if !f.knows(scheme) {
+			return false, own, nil
+		}
+		var err error
+		if own, err = f.sum(scheme, r, body); err != nil {
+			return false, own, err
+		}
+	}
+	return subtle.ConstantTimeCompare(record[:], own[:]) == 1, own, nil
+}
+
+// appendRequest appends what a retry must repeat byte for byte (S16), up to the
+// bytes of the body: each part behind its length, so that no two requests run
+// together to the same bytes.
+func appendRequest(b []byte, r *http.Request, bodySize int64) []byte {
+	b = appendPart(b, r.Method)
+	b = appendPart(b, requestTarget(r))
+	for _, name := range [...]string{"Content-Type", "Content-Encoding"} {
+		values := r.Header[name]
+		b = binary.BigEndian.AppendUint64(b, uint64(len(values)))
+		for _, v := range values {
+			b = appendPart(b, v)
+		}
+	}
+	return binary.BigEndian.AppendUint64(b, uint64(bodySize)) //nolint:gosec // a size is never negative
+}
+
+func appendPart(b []byte, part string) []byte {
+	b = binary.BigEndian.AppendUint64(b, uint64(len(part)))
+	return append(b, part...)
+}
+
+// requestTarget is the target as received: escaped path and raw query. A request
+// that never was on a wire has none; its URL stands in.
+func requestTarget(r *http.Request) string {
+	if r.RequestURI != "" {
+		return r.RequestURI
+	}
+	return r.URL.RequestURI()
+}
+
+// What can go wrong between the first byte of a request body and its fingerprint.
+var (
+	// errBrokenBody: the client's fault, or its connection's.
+	errBrokenBody = errors.New("idempotency: broken request body")
+	// errSpool: the server cannot keep the body.
+	errSpool = errors.New("idempotency: spool request body")
+)
+
+func isBodyFault(err error) bool { return errors.Is(err, errBrokenBody) || errors.Is(err, errSpool) }

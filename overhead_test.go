@@ -1,0 +1,132 @@
+package idempotency_test
+
+import (
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/keytuple/idempotency"
+)
+
+// A nullWriter is the cheapest http.ResponseWriter there is, so that what is
+// counted is the middleware's.
+type nullWriter struct{ header http.Header }
+
+func (w *nullWriter) Header() http.Header         { return w.header }
+func (w *nullWriter) Write(p []byte) (int, error) { return len(p), nil }
+func (w *nullWriter) WriteHeader(int)             {}
+
+// An overhead serves one kind of request again and again, to a handler bare or
+// guarded.
+type overhead struct {
+	handler http.Handler
+	writer  nullWriter
+	request *http.Request
+	body    *strings.Reader
+}
+
+const chargeBody = `{"amount":1999,"currency":"EUR","source":"card_1","description":"order 42, two items"}`
+
+func createCharge(w http.ResponseWriter, r *http.Request) {
+	var buf [len(chargeBody)]byte
+	_, _ = io.ReadFull(r.Body, buf[:])
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Location", "/v1/charges/ch_1")
+	w.WriteHeader(http.StatusCreated)
+	_, _ = io.WriteString(w, `{"id":"ch_1","amount":1999,"currency":"EUR"}`)
+}
+
+func newOverhead(tb testing.TB, method string, guarded bool) *overhead {
+	tb.Helper()
+	o := &overhead{handler: http.HandlerFunc(createCharge), body: strings.NewReader(chargeBody)}
+	if guarded {
+		m, err := idempotency.New(idempotency.NewMemoryStoreWith(idempotency.MemoryConfig{MaxBytes: 1 << 40}), idempotency.Config{
+			KeyScope:  func(*http.Request) string { return "tenant" },
+			Principal: func(*http.Request) string { return "principal" },
+		})
+		require.NoError(tb, err)
+		o.handler = m.Named("charge").Handler(o.handler)
+	}
+	r, err := http.NewRequestWithContext(tb.Context(), method, "/v1/charges", nil)
+	require.NoError(tb, err)
+	r.RequestURI = "/v1/charges"
+	r.Header.Set("Content-Type", "application/json")
+	r.ContentLength = int64(len(chargeBody))
+	r.Body = io.NopCloser(o.body)
+	o.request = r
+	return o
+}
+
+func (o *overhead) serve(key string) {
+	o.writer.header = make(http.Header)
+	o.body.Reset(chargeBody)
+	o.request.Header["Idempotency-Key"] = []string{key}
+	o.handler.ServeHTTP(&o.writer, o.request)
+}
+
+// numberedKeys returns a function whose every call makes another key.
+func numberedKeys() func() string {
+	n := 0
+	return func() string {
+		n++
+		return `"8e03978e-40d5-43e8-bc93-` + strconv.Itoa(1000000+n) + `"`
+	}
+}
+
+func oneKey() string { return `"8e03978e-40d5-43e8-bc93-6894a57f9324"` }
+
+// The allocations that the middleware adds to those of the bare handler.
+func TestAllocationBudget(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		method string
+		keys   func() string
+		budget float64
+	}{
+		{"first request", http.MethodPost, numberedKeys(), 30},
+		{"replay", http.MethodPost, oneKey, 20},
+		{"unguarded method", http.MethodPut, oneKey, 0},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			bare, guarded := newOverhead(t, tc.method, false), newOverhead(t, tc.method, true)
+			keys := make([]string, 2000)
+			for i := range keys {
+				keys[i] = tc.keys()
+			}
+			next := 0
+			key := func() string { next++; return keys[next%len(keys)] }
+			base := testing.AllocsPerRun(500, func() { bare.serve(key()) })
+			with := testing.AllocsPerRun(500, func() { guarded.serve(key()) })
+			t.Logf("%v allocations, of them %v the bare handler's", with, base)
+			require.LessOrEqual(t, with-base, tc.budget)
+		})
+	}
+}
+
+func BenchmarkBare(b *testing.B) {
+	benchmarkOverhead(b, newOverhead(b, http.MethodPost, false), numberedKeys())
+}
+
+func BenchmarkFirst(b *testing.B) {
+	benchmarkOverhead(b, newOverhead(b, http.MethodPost, true), numberedKeys())
+}
+
+func BenchmarkReplay(b *testing.B) {
+	benchmarkOverhead(b, newOverhead(b, http.MethodPost, true), oneKey)
+}
+
+func BenchmarkUnguardedMethod(b *testing.B) {
+	benchmarkOverhead(b, newOverhead(b, http.MethodPut, true), oneKey)
+}
+
+func benchmarkOverhead(b *testing.B, o *overhead, key func() string) {
+	b.Helper()
+	b.ReportAllocs()
+	for b.Loop() {
+		o.serve(key())
+	}
+}

@@ -1,0 +1,569 @@
+package idempotency_test
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/keytuple/idempotency"
+)
+
+// forEachProtocol runs a test over HTTP/1.1 and over HTTP/2.
+func forEachProtocol(t *testing.T, f func(t *testing.T, http2 bool)) {
+	t.Helper()
+	t.Run("http1", func(t *testing.T) { f(t, false) })
+	t.Run("http2", func(t *testing.T) { f(t, true) })
+}
+
+// A comparison is what one handler's answer looks like: from the bare server, from the
+// guarded one, and replayed.
+type comparison struct {
+	bare, first, replay reply
+	errors              string // the guarded server's log
+	stored              idempotency.Response
+}
+
+func onTheWire(t *testing.T, http2 bool, handler http.HandlerFunc) comparison {
+	t.Helper()
+	store := &recordingStore{Store: idempotency.NewMemoryStore()}
+	bare := newSite(t, http2, handler)
+	guarded := newSite(t, http2, newMiddleware(t, store, idempotency.Config{}).Handler(handler))
+	w := comparison{bare: bare.do(t.Context(), call{}), first: guarded.do(t.Context(), call{}), replay: guarded.do(t.Context(), call{})}
+	w.errors, w.stored = guarded.errors.String(), store.stored
+	return w
+}
+
+// requireSame fails unless the first answer is the bare server's, and the replay
+// the first answer but for its mark and informational responses.
+func (w comparison) requireSame(t *testing.T) {
+	t.Helper()
+	bare, first, replay := w.bare, w.first, w.replay
+	bare.length, first.length, replay.length = 0, 0, 0 // known in advance, or not
+	require.Equal(t, bare, first)
+	require.True(t, replay.replayed(), "%+v", replay)
+	replay.header.Del(idempotency.HeaderReplayed)
+	require.Empty(t, replay.informs)
+	first.informs = nil
+	require.Equal(t, first, replay)
+	require.NotContains(t, w.errors, "recorder.go", "no log line blames the recorder")
+}
+
+// S20, S31: the bare net/http server is the reference for the first answer, and
+// the first answer for the replay.
+func TestS31TheWireIsTheBareServers(t *testing.T) {
+	write := func(w http.ResponseWriter, s string) { _, _ = io.WriteString(w, s) }
+	long := strings.Repeat("0123456789abcdef", 5<<10) // 80 KiB
+	for _, tc := range []struct {
+		name    string
+		handler http.HandlerFunc
+	}{
+		{"write without a status", func(w http.ResponseWriter, _ *http.Request) { write(w, "body") }},
+		{"neither status nor body", func(http.ResponseWriter, *http.Request) {}},
+		{"status without body", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusAccepted) }},
+		{"empty write", func(w http.ResponseWriter, _ *http.Request) { write(w, "") }},
+		{"the first status counts", func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(http.StatusCreated)
+			w.WriteHeader(http.StatusInternalServerError)
+			write(w, "body")
+		}},
+		{"informational responses", func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Link", "</style.css>; rel=preload")
+			w.WriteHeader(http.StatusEarlyHints)
+			w.WriteHeader(http.StatusEarlyHints)
+			w.Header().Del("Link")
+			w.WriteHeader(http.StatusCreated)
+			write(w, "body")
+		}},
+		{"io.Copy of 80 KiB", func(w http.ResponseWriter, _ *http.Request) {
+			_, _ = io.Copy(w, strings.NewReader(long))
+		}},
+		{"many writes", func(w http.ResponseWriter, _ *http.Request) {
+			for i := range 1000 {
+				write(w, strconv.Itoa(i))
+			}
+		}},
+		{"204 without body", func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(http.StatusNoContent)
+			if _, err := w.Write([]byte("no")); !errors.Is(err, http.ErrBodyNotAllowed) {
+				panic(err)
+			}
+		}},
+		{"304 without body", func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Etag", `"1"`)
+			w.WriteHeader(http.StatusNotModified)
+			if _, err := w.Write([]byte("no")); !errors.Is(err, http.ErrBodyNotAllowed) {
+				panic(err)
+			}
+		}},
+		{"declared length", func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", "4")
+			write(w, "body")
+		}},
+		{"malformed length", func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", "four")
+			write(w, "body")
+		}},
+		{"sniffed HTML", func(w http.ResponseWriter, _ *http.Request) { write(w, "<html><body>") }},
+		{"sniffed JSON", func(w http.ResponseWriter, _ *http.Request) { write(w, `{"a":1}`) }},
+		{"sniffed bytes", func(w http.ResponseWriter, _ *http.Request) { write(w, "\x00\x01\x02") }},
+		{"sniffed after a flush", func(w http.ResponseWriter, _ *http.Request) {
+			write(w, "plain ")
+			w.(interface{ Flush() }).Flush()
+			write(w, "<html>")
+		}},
+		{"nothing sniffed: flush before the first write", func(w http.ResponseWriter, _ *http.Request) {
+			w.(interface{ Flush() }).Flush()
+			write(w, "<html>")
+		}},
+		{"nothing sniffed: explicit nil", func(w http.ResponseWriter, _ *http.Request) {
+			w.Header()["Content-Type"] = nil
+			write(w, "<html>")
+		}},
+		{"nothing sniffed: encoded", func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Encoding", "br")
+			write(w, "<html>")
+		}},
+		{"header set after the status", func(w http.ResponseWriter, _ *http.Request) {
+			header := w.Header()
+			header.Set("X-Before", "1")
+			w.WriteHeader(http.StatusCreated)
+			header.Set("X-After", "1")
+			header.Set("X-Before", "2")
+			write(w, "body")
+		}},
+		{"declared trailers", func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Trailer", "X-Sum, X-Unset")
+			w.Header().Add("Trailer", "x-count")
+			write(w, "body")
+			w.Header().Set("X-Sum", "1, 2")
+			w.Header().Add("X-Count", "3")
+			w.Header().Add("X-Count", "4")
+		}},
+		{"declared trailers, streamed", func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Trailer", "X-Sum")
+			write(w, "body")
+			w.(interface{ Flush() }).Flush()
+			w.Header().Set("X-Sum", "1")
+		}},
+		{"prefixed trailers, streamed", func(w http.ResponseWriter, _ *http.Request) {
+			write(w, "body")
+			w.(interface{ Flush() }).Flush()
+			w.Header().Set(http.TrailerPrefix+"X-Sum", "1")
+		}},
+		{"prefixed trailers, set before the status", func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set(http.TrailerPrefix+"X-Sum", "1")
+			write(w, "body")
+		}},
+		{"flush between writes", func(w http.ResponseWriter, _ *http.Request) {
+			for i := range 5 {
+				write(w, strconv.Itoa(i))
+				if err := http.NewResponseController(w).Flush(); err != nil {
+					panic(err)
+				}
+			}
+		}},
+		{"status survives a flush", func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(http.StatusCreated)
+			_ = http.NewResponseController(w).Flush()
+			w.WriteHeader(http.StatusInternalServerError)
+		}},
+		{"lines with commas", func(w http.ResponseWriter, _ *http.Request) {
+			w.Header()["X-Lines"] = []string{"a, b", "", "c"}
+			write(w, "body")
+		}},
+		{"every byte", func(w http.ResponseWriter, _ *http.Request) {
+			var all [256]byte
+			for i := range all {
+				all[i] = byte(i)
+			}
+			_, _ = w.Write(all[:])
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			forEachProtocol(t, func(t *testing.T, http2 bool) {
+				t.Helper()
+				onTheWire(t, http2, tc.handler).requireSame(t)
+			})
+		})
+	}
+}
+
+// S20: the record holds what the handler sent, down to the sniffed content type,
+// and nothing it set too late.
+func TestS20StoredIsWhatWasSent(t *testing.T) {
+	w := onTheWire(t, false, func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Trailer", "X-Sum")
+		w.Header().Set("X-Kept", "1")
+		w.WriteHeader(http.StatusAccepted)
+		w.Header().Set("X-Late", "1")
+		_, _ = io.WriteString(w, "body")
+		w.Header().Set("X-Sum", "1")
+	})
+	require.Equal(t, idempotency.Response{
+		Status: http.StatusAccepted,
+		Header: http.Header{
+			"Trailer": {"X-Sum"}, "X-Kept": {"1"}, "Content-Type": {"text/plain; charset=utf-8"},
+		},
+		Trailer: http.Header{"X-Sum": {"1"}},
+		Body:    []byte("body"),
+	}, w.stored)
+}
+
+// S20: a long answer is sent with its length, so that a client sees a broken
+// connection for what it is.
+func TestContentLengthIsComputed(t *testing.T) {
+	w := onTheWire(t, false, func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = io.WriteString(w, strings.Repeat("x", 100_000))
+	})
+	require.EqualValues(t, 100_000, w.first.length)
+	require.EqualValues(t, 100_000, w.replay.length)
+}
+
+// S31: as the bare server, a handler cannot write more than it declared.
+func TestDeclaredLengthIsKept(t *testing.T) {
+	forEachProtocol(t, func(t *testing.T, http2 bool) {
+		t.Helper()
+		var failed error
+		w := onTheWire(t, http2, func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", "2")
+			_, err := io.WriteString(w, "ok")
+			if err == nil {
+				_, failed = io.WriteString(w, "too much")
+			}
+		})
+		require.ErrorIs(t, failed, http.ErrContentLength)
+		for _, a := range []reply{w.first, w.replay} {
+			require.NoError(t, a.err)
+			require.Equal(t, "ok", a.body)
+			require.EqualValues(t, 2, a.length)
+		}
+	})
+}
+
+// S31: writing nothing is no error, as with net/http over HTTP/1.1, even where no
+// body is allowed.
+func TestS31EmptyWriteWithoutBody(t *testing.T) {
+	s := newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(http.StatusNoContent)
+		_, err := w.Write(nil)
+		require.NoError(t, err)
+	})
+	require.Equal(t, http.StatusNoContent, s.do(t.Context(), call{}).status)
+}
+
+// S31: a declared length that is not reached breaks the answer as it does on the
+// bare server.
+func TestDeclaredLengthNotReached(t *testing.T) {
+	w := onTheWire(t, false, func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Length", "4")
+		_, _ = io.WriteString(w, "ok")
+	})
+	require.ErrorIs(t, w.bare.err, io.ErrUnexpectedEOF)
+	require.ErrorIs(t, w.first.err, io.ErrUnexpectedEOF)
+}
+
+// S31: an impossible status panics in the handler, as in net/http, and nothing is
+// kept (S25).
+func TestS31ImpossibleStatus(t *testing.T) {
+	for _, status := range []int{0, 99, 1000, -1} {
+		t.Run(strconv.Itoa(status), func(t *testing.T) {
+			impossible := true
+			s := newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
+				if impossible {
+					w.WriteHeader(status)
+				}
+			})
+			require.Error(t, s.do(t.Context(), call{}).err)
+			require.Contains(t, s.errors.String(), "invalid WriteHeader code "+strconv.Itoa(status))
+			impossible = false
+			retry := s.do(t.Context(), call{})
+			require.Equal(t, http.StatusOK, retry.status)
+			require.False(t, retry.replayed())
+		})
+	}
+}
+
+// S31: what is honest works through http.ResponseController, Hijack does not, and
+// there is no way around the recorder.
+func TestS31ResponseController(t *testing.T) {
+	s := newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
+		rc := http.NewResponseController(w)
+		require.NoError(t, rc.EnableFullDuplex())
+		require.NoError(t, rc.SetReadDeadline(time.Time{}))
+		require.NoError(t, rc.SetWriteDeadline(time.Time{}))
+		_, _, err := rc.Hijack()
+		require.ErrorIs(t, err, http.ErrNotSupported)
+		_, wraps := w.(interface{ Unwrap() http.ResponseWriter })
+		require.False(t, wraps)
+		w.WriteHeader(http.StatusCreated)
+	})
+	require.Equal(t, http.StatusCreated, s.do(t.Context(), call{}).status)
+	require.True(t, s.do(t.Context(), call{}).replayed())
+}
+
+// S22: a flushed chunk reaches the client while the handler still runs, and the
+// whole answer is recorded.
+func TestS22FlushStreams(t *testing.T) {
+	forEachProtocol(t, func(t *testing.T, http2 bool) {
+		t.Helper()
+		read := make(chan struct{})
+		m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
+		s := newSite(t, http2, m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			_, _ = io.WriteString(w, "one,")
+			_ = http.NewResponseController(w).Flush()
+			select {
+			case <-read:
+			case <-r.Context().Done():
+			}
+			_, _ = io.WriteString(w, "two")
+		})))
+		r, err := s.request(t.Context(), call{})
+		require.NoError(t, err)
+		resp, err := s.Client().Do(r)
+		require.NoError(t, err)
+		defer resp.Body.Close()
+		chunk := make([]byte, 4)
+		_, err = io.ReadFull(resp.Body, chunk)
+		require.NoError(t, err)
+		require.Equal(t, "one,", string(chunk))
+		close(read)
+		rest, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		require.Equal(t, "two", string(rest))
+		retry := eventually(t, s)
+		require.Equal(t, "one,two", retry.body)
+	})
+}
+
+// eventually retries until the operation is not in flight any more: who streams
+// can have the whole answer before its outcome is stored.
+func eventually(t *testing.T, s *site) reply {
+	t.Helper()
+	for t.Context().Err() == nil {
+		if a := s.do(t.Context(), call{}); a.status != http.StatusConflict || !strings.Contains(a.body, "in-flight") {
+			return a
+		}
+		runtime.Gosched()
+	}
+	return reply{}
+}
+
+// S23: a response over the limit reaches the first caller whole; a retry learns
+// that the operation is done, and the handler does not run again.
+func TestS23OverTheResponseLimit(t *testing.T) {
+	const limit = 1000
+	for _, tc := range []struct {
+		name    string
+		size    int
+		chunk   int
+		replays bool
+	}{
+		{"exactly the limit", limit, limit, true},
+		{"one byte over, in one write", limit + 1, limit + 1, false},
+		{"one byte over, byte by byte", limit + 1, 1, false},
+		{"far over", 300 * limit, 7 * limit, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			forEachProtocol(t, func(t *testing.T, http2 bool) {
+				t.Helper()
+				body := strings.Repeat("<html>", tc.size)[:tc.size]
+				runs := 0
+				m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{MaxResponseBytes: limit})
+				s := newSite(t, http2, m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+					runs++
+					w.Header().Set("X-Kept", "1")
+					w.WriteHeader(http.StatusCreated)
+					for rest := body; rest != ""; {
+						n := min(tc.chunk, len(rest))
+						_, err := io.WriteString(w, rest[:n])
+						if err != nil {
+							panic(err)
+						}
+						rest = rest[n:]
+					}
+				})))
+				first := s.do(t.Context(), call{})
+				require.NoError(t, first.err)
+				require.Equal(t, http.StatusCreated, first.status)
+				require.Equal(t, body, first.body)
+				require.Equal(t, "text/html; charset=utf-8", first.header.Get("Content-Type"))
+				require.Equal(t, "1", first.header.Get("X-Kept"))
+				retry := eventually(t, s)
+				require.Equal(t, 1, runs)
+				if tc.replays {
+					require.Equal(t, body, retry.body)
+					return
+				}
+				require.Equal(t, http.StatusConflict, retry.status)
+				require.Equal(t, "not-replayable", retry.code(t))
+				require.Contains(t, retry.body, `"original_status":201`)
+			})
+		})
+	}
+}
+
+// S25: a panic goes on as it is, with nothing written: an outer middleware can
+// still answer, and the next request runs.
+func TestS25PanicReachesTheOuterRecovery(t *testing.T) {
+	broken := true
+	m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
+	guarded := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("X-Handler", "1")
+		w.WriteHeader(http.StatusEarlyHints)
+		w.WriteHeader(http.StatusCreated)
+		_, _ = io.WriteString(w, "never sent")
+		if broken {
+			panic("the same value")
+		}
+	}))
+	s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		defer func() {
+			if v := recover(); v != nil {
+				http.Error(w, v.(string), http.StatusInternalServerError)
+			}
+		}()
+		guarded.ServeHTTP(w, r)
+	}))
+	first := s.do(t.Context(), call{})
+	require.Equal(t, http.StatusInternalServerError, first.status)
+	require.Equal(t, "the same value\n", first.body)
+	require.Empty(t, first.header.Get("X-Handler"))
+	broken = false
+	retry := s.do(t.Context(), call{})
+	require.Equal(t, http.StatusCreated, retry.status)
+	require.False(t, retry.replayed())
+}
+
+// S25: http.ErrAbortHandler breaks the connection and keeps nothing, streamed or
+// not; runtime.Goexit counts as not having returned.
+func TestS25AbortedHandler(t *testing.T) {
+	for _, tc := range []struct {
+		name  string
+		abort func(w http.ResponseWriter)
+	}{
+		{"abort", func(http.ResponseWriter) { panic(http.ErrAbortHandler) }},
+		{"abort after a flush", func(w http.ResponseWriter) {
+			_ = http.NewResponseController(w).Flush()
+			panic(http.ErrAbortHandler)
+		}},
+		{"Goexit", func(http.ResponseWriter) { runtime.Goexit() }},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			var attempts []int
+			var mu sync.Mutex
+			s := newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
+				exec, _ := idempotency.FromContext(r.Context())
+				mu.Lock()
+				attempts = append(attempts, exec.Attempt())
+				mu.Unlock()
+				_, _ = io.WriteString(w, "part")
+				if exec.Attempt() == 1 {
+					tc.abort(w)
+				}
+			})
+			require.Error(t, s.do(t.Context(), call{}).err)
+			retry := eventually(t, s)
+			require.Equal(t, "part", retry.body)
+			require.Equal(t, []int{1, 2}, attempts)
+		})
+	}
+}
+
+// S26, S22: the client hanging up does not lose a finished outcome.
+func TestS26ClientGoneAfterTheHandlerWrote(t *testing.T) {
+	running, gone := make(chan struct{}), make(chan struct{})
+	s := newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
+		close(running)
+		<-r.Context().Done()
+		w.WriteHeader(http.StatusCreated)
+		_, _ = io.WriteString(w, "done all the same")
+		close(gone)
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() { <-running; cancel() }()
+	require.ErrorIs(t, s.do(ctx, call{}).err, context.Canceled)
+	<-gone
+	retry := eventually(t, s)
+	require.True(t, retry.replayed())
+	require.Equal(t, http.StatusCreated, retry.status)
+	require.Equal(t, "done all the same", retry.body)
+}
+
+// S22: the connection failing while the answer is sent changes nothing about its
+// outcome; a streaming handler sees the error.
+func TestS22BrokenConnection(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		stream bool
+	}{{"held back", false}, {"streamed", true}} {
+		t.Run(tc.name, func(t *testing.T) {
+			var seen error
+			m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
+			guarded := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				_, _ = io.WriteString(w, "one,")
+				if tc.stream {
+					seen = http.NewResponseController(w).Flush()
+				}
+				_, err := io.WriteString(w, "two")
+				seen = errors.Join(seen, err)
+			}))
+			broken := true
+			s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				if broken {
+					w = failingWriter{w}
+				}
+				guarded.ServeHTTP(w, r)
+			}))
+			s.do(t.Context(), call{})
+			require.Equal(t, tc.stream, errors.Is(seen, errConnection), "%v", seen)
+			broken = false
+			retry := s.do(t.Context(), call{})
+			require.True(t, retry.replayed())
+			require.Equal(t, "one,two", retry.body)
+		})
+	}
+}
+
+var errConnection = errors.New("connection is broken")
+
+type failingWriter struct{ http.ResponseWriter }
+
+func (failingWriter) Write([]byte) (int, error) { return 0, errConnection }
+
+// S22: a goroutine that the handler left behind changes nothing stored or sent.
+func TestS22WritesAfterTheHandlerReturned(t *testing.T) {
+	returned, written := make(chan struct{}), make(chan error, 2)
+	store := &blockingStore{Store: idempotency.NewMemoryStore(), completing: make(chan struct{}), proceed: make(chan struct{})}
+	s := newGuardedSite(t, store, idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = io.WriteString(w, "body")
+		go func() {
+			<-returned
+			w.Header().Set("X-Late", "1")
+			w.WriteHeader(http.StatusTeapot)
+			_, err := io.WriteString(w, "late")
+			written <- err
+			written <- http.NewResponseController(w).Flush()
+		}()
+	})
+	go func() {
+		<-store.completing
+		close(returned)
+		require.Error(t, <-written)
+		require.Error(t, <-written)
+		close(store.proceed)
+	}()
+	first := s.do(t.Context(), call{})
+	require.Equal(t, "body", first.body)
+	require.Equal(t, http.StatusOK, first.status)
+	require.NotContains(t, first.header, "X-Late")
+	require.Equal(t, "body", s.do(t.Context(), call{}).body)
+}
