@@ -1,0 +1,206 @@
+package idempotency_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/keytuple/idempotency"
+)
+
+// account and user stand for what an authentication in front has established.
+func account(r *http.Request) string { return r.Header.Get("X-Account") }
+func user(r *http.Request) string    { return r.Header.Get("X-User") }
+
+// post sends a request of alice at acme to a handler and prints the answer.
+func post(h http.Handler, path, key, body string) {
+	r := httptest.NewRequest(http.MethodPost, path, strings.NewReader(body))
+	r.Header.Set("X-Account", "acme")
+	r.Header.Set("X-User", "alice")
+	if key != "" {
+		r.Header.Set(idempotency.HeaderKey, key)
+	}
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, r)
+	answer, _ := io.ReadAll(w.Result().Body)
+	replayed := ""
+	if w.Header().Get(idempotency.HeaderReplayed) == "true" {
+		replayed = " (replayed)"
+	}
+	fmt.Printf("%d %s%s\n", w.Code, answer, replayed)
+}
+
+func Example() {
+	idem, err := idempotency.New(idempotency.NewMemoryStore(), idempotency.Config{KeyScope: account, Principal: user})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	charges, refunds := 0, 0
+	mux := http.NewServeMux()
+	mux.Handle("POST /v1/charges", idem.Named("charge").Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		charges++
+		w.WriteHeader(http.StatusCreated)
+		fmt.Fprintf(w, "charge %d", charges)
+	})))
+	mux.Handle("POST /v1/refunds", idem.Named("refund").Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		refunds++
+		w.WriteHeader(http.StatusCreated)
+		fmt.Fprintf(w, "refund %d", refunds)
+	})))
+
+	post(mux, "/v1/charges", `"order-42"`, "10 euro")
+	post(mux, "/v1/charges", `"order-42"`, "10 euro")
+	post(mux, "/v1/refunds", `"order-42"`, "10 euro")
+	post(mux, "/v1/charges", `"order-43"`, "10 euro")
+	// Output:
+	// 201 charge 1
+	// 201 charge 1 (replayed)
+	// 201 refund 1
+	// 201 charge 2
+}
+
+// All faults of a Config come back at once.
+func ExampleNew_faults() {
+	_, err := idempotency.New(idempotency.NewMemoryStore(), idempotency.Config{
+		KeyScope: account,
+		Lease:    time.Minute,
+		TTL:      time.Second,
+	})
+	fmt.Println(err)
+	var fault *idempotency.ConfigError
+	fmt.Println(errors.As(err, &fault), fault.Field)
+	// Output:
+	// idempotency: config: Principal: is required: without a caller, one user's key is another's
+	// idempotency: config: TTL: "1s" is shorter than the Lease of 1m0s
+	// true Principal
+}
+
+// A handler can see which attempt it is, and decide about its outcome.
+func ExampleFromContext() {
+	idem, err := idempotency.New(idempotency.NewMemoryStore(), idempotency.Config{KeyScope: account, Principal: user})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	handler := idem.Named("charge").Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		exec, ok := idempotency.FromContext(r.Context())
+		if ok && exec.Attempt() == 1 {
+			exec.Discard() // "pending" is not an outcome: let the retry ask again
+			fmt.Fprint(w, "pending")
+			return
+		}
+		fmt.Fprint(w, "paid")
+	}))
+	post(handler, "/v1/charges", `"order-42"`, "")
+	post(handler, "/v1/charges", `"order-42"`, "")
+	post(handler, "/v1/charges", `"order-42"`, "")
+	// Output:
+	// 200 pending
+	// 200 paid
+	// 200 paid (replayed)
+}
+
+// Problems can be written in the application's own shape.
+func ExampleProblemRenderer() {
+	idem, err := idempotency.New(idempotency.NewMemoryStore(), idempotency.Config{
+		KeyScope: account, Principal: user,
+		RenderProblem: func(w http.ResponseWriter, _ *http.Request, p idempotency.Problem) {
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(p.Status)
+			fmt.Fprintf(w, `{"error":%q}`, p.Code)
+		},
+	})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	post(idem.Handler(http.NotFoundHandler()), "/v1/charges", "", "")
+	post(idem.Handler(http.NotFoundHandler()), "/v1/charges", "order-42", "")
+	// Output:
+	// 400 {"error":"missing-key"}
+	// 400 {"error":"invalid-key"}
+}
+
+// Usage is counted by executions: a replay is not a second use.
+func ExampleEvent() {
+	idem, err := idempotency.New(idempotency.NewMemoryStore(), idempotency.Config{
+		KeyScope: account, Principal: user,
+		OnEvent: func(_ context.Context, e idempotency.Event) {
+			if e.Kind == idempotency.EventExecuted && e.Outcome == idempotency.OutcomeStored {
+				fmt.Println("count one for", e.Key.Tenant())
+			}
+		},
+	})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	handler := idem.Named("charge").Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, "paid")
+	}))
+	post(handler, "/v1/charges", `"order-42"`, "")
+	post(handler, "/v1/charges", `"order-42"`, "")
+	// Output:
+	// count one for acme
+	// 200 paid
+	// 200 paid (replayed)
+}
+
+// A key's parts can be read, but no log shows them by accident.
+func ExampleClientKey() {
+	key, err := idempotency.ClientKey(idempotency.Scope{
+		Version: idempotency.DefaultVersion, Tenant: "acme", Principal: "alice", Route: "charge",
+	}, "order-42")
+	fmt.Println(key, err)
+	fmt.Printf("%q\n", key.Flat())
+
+	_, err = idempotency.ClientKey(idempotency.Scope{
+		Version: idempotency.DefaultVersion, Tenant: "acme", Route: "charge",
+	}, "order-42")
+	fmt.Println(err, errors.Is(err, idempotency.ErrMissingScope))
+	// Output:
+	// idempotency-key:7c2a8c4b222894ab <nil>
+	// "v1\x00acme\x00alice\x00charge\x00u:\x00order-42"
+	// idempotency: missing scope component: principal true
+}
+
+// A store can be used without HTTP: claim, run, complete.
+func ExampleStore() {
+	ctx := context.Background()
+	var store idempotency.Store = idempotency.NewMemoryStore()
+	key, err := idempotency.ServerKey(idempotency.Scope{
+		Version: idempotency.DefaultVersion, Tenant: "acme", Principal: "redelivery", Route: "event",
+	}, "replay:evt_1:")
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	for range 2 {
+		owner := uuid.New() // one owner for one claim
+		record, err := store.Claim(ctx, idempotency.Claim{Key: key, Owner: owner, Lease: time.Minute, TTL: time.Hour})
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		fmt.Println(record.State, record.Attempt)
+		if record.State != idempotency.StateClaimed {
+			continue
+		}
+		lease := idempotency.Lease{Keys: []idempotency.ScopedKey{key}, Owner: owner, Duration: time.Minute}
+		if err := store.Complete(ctx, lease, idempotency.Response{Status: http.StatusOK}); err != nil {
+			fmt.Println(err)
+			return
+		}
+	}
+	// Output:
+	// claimed 1
+	// completed 1
+}
