@@ -1,0 +1,73 @@
+# Needs Go, git, make, bash and curl. `make help` lists the targets.
+
+SHELL := /bin/sh
+
+TIMEOUT   ?= 10m
+FUZZTIME  ?= 30s
+COUNT     ?= 20
+LINT_VERSION := v2.15.0
+
+# Binaries are not stamped with the commit: git refuses to read a clone that
+# belongs to another user, and the go command then refuses to build.
+export GOFLAGS := $(strip $(shell go env GOFLAGS) -buildvcs=false)
+export GOWORK  := $(CURDIR)/go.work
+
+# Every module of go.work, as a path relative to it. A new one is added there only.
+MODULES  := $(shell go work edit -json go.work | sed -n 's/.*"DiskPath": "\(.*\)".*/\1/p')
+PACKAGES := $(MODULES:%=%/...)
+
+# The race detector needs cgo, and that a C compiler.
+RACE := $(shell test "$$(go env CGO_ENABLED)" = 1 && set -- $$(go env CC) && command -v "$$1" >/dev/null && echo -race)
+
+# One binary for each version of the linter and of Go: the linter must be built
+# by a Go at least as new as the one it reads the standard library of.
+LINT := .bin/golangci-lint-$(LINT_VERSION)-$(shell go env GOVERSION)
+
+.PHONY: help test test-32bit lint fuzz bench tidy-check verify torture
+
+help: ## this list
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1	\2/p' Makefile | expand -t 12
+
+test: ## all tests of every module, with the race detector (TIMEOUT=10m)
+	@test -n '$(RACE)' || echo 'no cgo or no C compiler: the race detector is off'
+	go test $(RACE) -timeout $(TIMEOUT) $(PACKAGES)
+
+lint: $(LINT) ## golangci-lint in every module
+	@rc=0; for m in $(MODULES); do \
+		echo "golangci-lint $$m"; \
+		(cd "$$m" && "$(CURDIR)/$(LINT)" run --config "$(CURDIR)/.golangci.yml" --timeout $(TIMEOUT) ./...) || rc=1; \
+	done; exit $$rc
+
+$(LINT):
+	GOBIN="$(CURDIR)/.bin" go install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(LINT_VERSION)
+	@mv .bin/golangci-lint '$@'
+
+test-32bit: ## the root module's tests for a 32-bit machine, where this one can run them
+	@if [ "$$(go env GOHOSTARCH)" = amd64 ]; then \
+		CGO_ENABLED=0 GOARCH=386 go test -timeout $(TIMEOUT) ./...; \
+	else echo 'not an amd64 machine: skipped'; fi
+
+fuzz: ## every fuzz target of every package, one at a time (FUZZTIME=30s)
+	@set -e; for p in $$(go list $(PACKAGES)); do \
+		targets=$$(go test -timeout $(TIMEOUT) -list '^Fuzz' "$$p"); \
+		for f in $$(printf '%s\n' "$$targets" | sed -n '/^Fuzz/p'); do \
+			echo "fuzz $$p $$f"; \
+			go test -timeout $(TIMEOUT) -run '^$$' -fuzz "^$$f\$$" -fuzztime $(FUZZTIME) "$$p"; \
+		done; \
+	done
+
+bench: ## the root package's benchmarks
+	go test -timeout $(TIMEOUT) -run '^$$' -bench . -benchmem .
+
+tidy-check: ## go.mod and go.sum are tidy everywhere, go.work is in sync
+	@rc=0; for m in $(MODULES); do \
+		echo "go mod tidy -diff $$m"; \
+		(cd "$$m" && go mod tidy -diff) || rc=1; \
+	done; exit $$rc
+	@bash .ci/work-sync $(MODULES)
+
+verify: ## starts the payments example and checks its answers with curl
+	@bash examples/payments/verify.sh
+
+torture: ## the root package and storetest tests, repeated (COUNT=20)
+	go test $(RACE) -timeout 30m -count $(COUNT) . ./storetest/...
