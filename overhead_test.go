@@ -6,6 +6,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -44,7 +45,7 @@ func newOverhead(tb testing.TB, method string, guarded bool) *overhead {
 	tb.Helper()
 	o := &overhead{handler: http.HandlerFunc(createCharge), body: strings.NewReader(chargeBody)}
 	if guarded {
-		m, err := idempotency.New(idempotency.NewMemoryStoreWith(idempotency.MemoryConfig{MaxBytes: 1 << 40}), idempotency.Config{
+		m, err := idempotency.New(steadyStore(), idempotency.Config{
 			KeyScope:  func(*http.Request) string { return "tenant" },
 			Principal: func(*http.Request) string { return "principal" },
 		})
@@ -59,6 +60,16 @@ func newOverhead(tb testing.TB, method string, guarded bool) *overhead {
 	r.Body = io.NopCloser(o.body)
 	o.request = r
 	return o
+}
+
+// steadyStore returns a store that is not growing: as many records expire as
+// come. Its clock goes ten seconds with each look at it.
+func steadyStore() *idempotency.MemoryStore {
+	clock := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+	return idempotency.NewMemoryStoreWith(idempotency.MemoryConfig{Now: func() time.Time {
+		clock = clock.Add(10 * time.Second)
+		return clock
+	}})
 }
 
 func (o *overhead) serve(key string) {
