@@ -167,6 +167,13 @@ func TestConfigErrorsShowNoSecret(t *testing.T) {
 	}
 	require.NotContains(t, fmt.Sprintf("%v %+v %q", err, err, err), "loud")
 	require.NotContains(t, fmt.Sprintf("%v %#v", err, err), fmt.Sprintf("%v", []byte("loud secret")))
+
+	secret := []byte("a loud secret, of full length")
+	m := newMiddleware(t, noStore{}, idempotency.Config{FingerprintSecret: secret})
+	printed := fmt.Sprintf("%v %+v %#v", m, *m, *m)
+	for _, form := range []string{string(secret), fmt.Sprintf("%d", secret), fmt.Sprintf("%#v", secret)} {
+		require.NotContains(t, printed, strings.Trim(form, "[]"))
+	}
 }
 
 // configDefaults are the defaults that the comments of Config's fields promise.

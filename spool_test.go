@@ -1,6 +1,7 @@
 package idempotency_test
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
@@ -16,6 +17,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/iotest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -179,6 +181,35 @@ func TestS17HandlerReadsWhatWasSent(t *testing.T) {
 				dir.requireEmpty(t)
 				require.Len(t, runs(), 1)
 			})
+		}
+	}
+}
+
+// S17: neither bytes nor threshold depend on how a body comes in: byte by byte, and
+// with its end for itself.
+func TestS17BodyInPieces(t *testing.T) {
+	const threshold = 1000
+	for _, size := range []int{1, threshold - 1, threshold, threshold + 1, 3 * threshold} {
+		for _, form := range spoolForms {
+			dir := newSpoolDir(t)
+			var spooled, same bool
+			body := testBytes(size)
+			m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{SpoolThreshold: threshold})
+			guarded := m.Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+				spooled = len(dir.open()) > 0
+				b, err := io.ReadAll(r.Body)
+				same = err == nil && string(b) == body
+			}))
+			s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				r.Body = io.NopCloser(iotest.OneByteReader(bufio.NewReader(r.Body)))
+				guarded.ServeHTTP(w, r)
+			}))
+			require.Equal(t, http.StatusOK, exchangeRaw(t, s, "POST", form.text("POST", "/", body)).status)
+			require.True(t, same, size)
+			if runtime.GOOS == "linux" {
+				require.Equal(t, size > threshold, spooled, size)
+			}
+			require.True(t, exchangeRaw(t, s, "POST", form.text("POST", "/", body)).replayed())
 		}
 	}
 }
