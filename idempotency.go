@@ -81,7 +81,8 @@ type Config struct {
 	// FingerprintSecret keys the fingerprints, so that whoever can read the store
 	// cannot guess small payloads. At least 16 bytes. Records from before it was
 	// configured are still recognised; after changing it, retries of operations
-	// recorded under the old one get 422 key-reused until those expire. Default: none.
+	// recorded under the old one get 422 key-reused until those expire, and so do,
+	// while it is rolled out, retries that reach an instance without it. Default: none.
 	FingerprintSecret []byte
 
 	// Keep reports whether an outcome with this status is final and stored; all
@@ -222,7 +223,9 @@ var _ func(http.Handler) http.Handler = (*Middleware)(nil).Handler
 
 // Handler returns a handler that calls next once for an idempotency key, and
 // answers retries from the store. Wrap one route, inside authentication and
-// outside of what makes the response.
+// outside of what makes the response; but keep [http.TimeoutHandler] outside: it
+// answers 503 while the handler still runs, which would release the key under it.
+// [Config].MaxExecution bounds a handler from the inside.
 func (m *Middleware) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !slices.Contains(m.cfg.Methods, r.Method) {
