@@ -23,12 +23,15 @@ RACE := $(shell test "$$(go env CGO_ENABLED)" = 1 && set -- $$(go env CC) && com
 # by a Go at least as new as the one it reads the standard library of.
 LINT := .bin/golangci-lint-$(LINT_VERSION)-$(shell go env GOVERSION)
 
-.PHONY: help test test-32bit lint fuzz bench tidy-check verify torture
+.PHONY: help postgres test test-32bit lint fuzz bench tidy-check verify torture
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1	\2/p' Makefile | expand -t 12
 
-test: ## all tests of every module, with the race detector (TIMEOUT=10m)
+postgres: # what the tests need to start one, or the URL of one
+	@bash .ci/postgres
+
+test: postgres ## all tests of every module, with the race detector, on a real Postgres (TIMEOUT=10m)
 	@test -n '$(RACE)' || echo 'no cgo or no C compiler: the race detector is off'
 	go test $(RACE) -timeout $(TIMEOUT) $(PACKAGES)
 
@@ -42,7 +45,7 @@ $(LINT):
 	GOBIN="$(CURDIR)/.bin" go install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(LINT_VERSION)
 	@mv .bin/golangci-lint '$@'
 
-test-32bit: ## the root module's tests for a 32-bit machine, where this one can run them
+test-32bit: postgres ## the root module's tests for a 32-bit machine, where this one can run them
 	@if [ "$$(go env GOHOSTARCH)" = amd64 ]; then \
 		CGO_ENABLED=0 GOARCH=386 go test -timeout $(TIMEOUT) ./...; \
 	else echo 'not an amd64 machine: skipped'; fi
@@ -69,5 +72,5 @@ tidy-check: ## go.mod and go.sum are tidy everywhere, go.work is in sync
 verify: ## starts the payments example and checks its answers with curl
 	@bash examples/payments/verify.sh
 
-torture: ## the root package and storetest tests, repeated (COUNT=20)
-	go test $(RACE) -timeout 30m -count $(COUNT) . ./storetest/...
+torture: postgres ## the root package and storetest tests, repeated (COUNT=20)
+	go test $(RACE) -timeout 60m -count $(COUNT) . ./storetest/...
