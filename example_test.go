@@ -204,3 +204,26 @@ func ExampleStore() {
 	// claimed 1
 	// completed 1
 }
+
+// For a migration tool of your own: one file for each version.
+func ExampleMigrations() {
+	migrations, err := idempotency.Migrations(idempotency.PostgresConfig{Schema: "payments"})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	for _, m := range migrations {
+		first, _, _ := strings.Cut(m.SQL, "\n")
+		fmt.Printf("%03d.sql: %s\n", m.Version, first)
+	}
+	// Output: 001.sql: CREATE TABLE "payments"."idempotency_records" (
+}
+
+// What is wrong with a store's configuration is told when the middleware is made.
+func ExampleNewPostgresStoreWith() {
+	var pool idempotency.PostgresDB // forgotten
+	store := idempotency.NewPostgresStoreWith(pool, idempotency.PostgresConfig{Table: "keys"})
+	_, err := idempotency.New(store, idempotency.Config{KeyScope: account, Principal: user})
+	fmt.Println(err)
+	// Output: idempotency: config: db: is required
+}

@@ -13,8 +13,8 @@
 //
 //	header → scope → fingerprint → claim → run → record → settle → answer
 //
-// [New] makes a [Middleware] from a [Store] and a [Config]; [Middleware.Handler]
-// guards a handler. A handler that wants to know more about the operation it
+// [New] makes a [Middleware] from a [Store], which is a [PostgresStore] in
+// production, and a [Config]; [Middleware.Handler] guards a handler. A handler that wants to know more about the operation it
 // runs for asks [FromContext].
 //
 // # What is guaranteed, and what is not
@@ -181,8 +181,8 @@ type Middleware struct {
 func New(store Store, cfg Config) (*Middleware, error) {
 	cfg = cfg.withDefaults()
 	faults := cfg.validate()
-	if store == nil {
-		faults = slices.Insert(faults, 0, error(&ConfigError{Field: "store", Reason: "is required"}))
+	if err := checkStore(store); err != nil {
+		faults = slices.Insert(faults, 0, err)
 	}
 	if err := errors.Join(faults...); err != nil {
 		return nil, err
@@ -199,6 +199,16 @@ func New(store Store, cfg Config) (*Middleware, error) {
 			background: &background{},
 		},
 	}, nil
+}
+
+func checkStore(store Store) error {
+	if store == nil {
+		return &ConfigError{Field: "store", Reason: "is required"}
+	}
+	if c, ok := store.(ConfigChecker); ok {
+		return c.CheckConfig()
+	}
+	return nil
 }
 
 // Named returns a copy of m whose route is the fixed name: [RouteName] for one

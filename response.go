@@ -23,6 +23,7 @@ const (
 
 const (
 	responseFormat        = 1 // first byte
+	fieldsFormat          = 1 // first byte of header blocks alone
 	flagNotReplayable     = 1 << 0
 	responsePrefixLen     = 1 + 1 + 2 // format, flags, status
 	lengthLen             = 4
@@ -95,6 +96,47 @@ func (r *Response) UnmarshalBinary(data []byte) error {
 	}
 	*r = dec
 	return nil
+}
+
+// encodeFields returns header blocks in a versioned binary form, nil if all are
+// empty, for a store that keeps them beside status and body. The error wraps
+// ErrBadResponse.
+func encodeFields(blocks ...http.Header) ([]byte, error) {
+	size, empty := 1, true
+	for _, h := range blocks {
+		size += lengthLen + encodedSize(h)
+		empty = empty && len(h) == 0
+	}
+	if empty {
+		return nil, nil
+	}
+	b := append(make([]byte, 0, size), fieldsFormat)
+	for _, h := range blocks {
+		var err error
+		if b, err = appendFields(b, h); err != nil {
+			return nil, err
+		}
+	}
+	return b, nil
+}
+
+// decodeFields sets blocks to what encodeFields was given as many of. Those
+// without fields become nil.
+func decodeFields(data []byte, blocks ...*http.Header) error {
+	if data == nil {
+		return nil
+	}
+	if len(data) == 0 || data[0] != fieldsFormat {
+		return badResponse("unknown format of fields")
+	}
+	d := responseDecoder{rest: data[1:]}
+	for _, h := range blocks {
+		*h = d.fields()
+	}
+	if d.err == nil && len(d.rest) != 0 {
+		d.fail("trailing bytes")
+	}
+	return d.err
 }
 
 func encodedSize(h http.Header) int {

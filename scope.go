@@ -1,6 +1,7 @@
 package idempotency
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
@@ -174,6 +175,18 @@ func (k ScopedKey) IsZero() bool { return k == ScopedKey{} }
 // they are equal (S04). It holds tenant, principal and key in clear text.
 func (k ScopedKey) Flat() string {
 	return strings.Join([]string{k.version, k.tenant, k.principal, k.route, k.namespace, k.key}, "\x00")
+}
+
+// compare orders keys by their components, each byte by byte.
+func (k ScopedKey) compare(other ScopedKey) int {
+	return cmp.Or(
+		strings.Compare(k.version, other.version),
+		strings.Compare(k.tenant, other.tenant),
+		strings.Compare(k.principal, other.principal),
+		strings.Compare(k.route, other.route),
+		strings.Compare(k.namespace, other.namespace),
+		strings.Compare(k.key, other.key),
+	)
 }
 
 // String returns a short digest of the key: enough to find the lines of one

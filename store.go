@@ -35,8 +35,8 @@ var (
 // Until somebody claims or deletes it, a store may or may not let its owner
 // settle it.
 //
-// Abilities that not every store has are separate interfaces, such as
-// [ExpiredDeleter].
+// Abilities that not every store has are separate interfaces: [ExpiredDeleter],
+// [ConfigChecker].
 type Store interface {
 	// Claim takes c.Key for c.Owner if it is free, and returns the record as it
 	// then stands. The key is free, and the claim wins, when there is no record or
@@ -72,6 +72,13 @@ type ExpiredDeleter interface {
 	// never deletes one that is not expired, and never blocks a claim for longer
 	// than one such batch takes (S29).
 	DeleteExpired(ctx context.Context, limit int) (int, error)
+}
+
+// A ConfigChecker is a [Store] that can be misconfigured. [New] asks it.
+type ConfigChecker interface {
+	// CheckConfig returns what is wrong with how the store was made, without calling
+	// it: a [*ConfigError] for each fault, joined; nil if there is none.
+	CheckConfig() error
 }
 
 // A Claim asks for the right to run one operation.

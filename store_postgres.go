@@ -1,0 +1,276 @@
+package idempotency
+
+import (
+	"context"
+	"errors"
+	"slices"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// A PostgresDB is what a [PostgresStore] needs of a connection pool: a
+// *pgxpool.Pool is one. It must be safe for concurrent use and give each call a
+// connection that is in no transaction, so a single connection or a transaction
+// will not do.
+//
+// Every query execution mode of pgx works, and so does a pooler in transaction
+// mode between the two: the store keeps no state in a session, and holds no
+// connection while a handler runs (S37).
+type PostgresDB interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
+	Begin(ctx context.Context) (pgx.Tx, error)
+}
+
+var (
+	_ Store          = (*PostgresStore)(nil)
+	_ ExpiredDeleter = (*PostgresStore)(nil)
+	_ ConfigChecker  = (*PostgresStore)(nil)
+)
+
+// A PostgresStore is a [Store] in a table of PostgreSQL 14 or later, for any
+// number of processes. [Migrate] makes the table.
+//
+// A claim that wins is one round trip and one commit, and so is the settlement of
+// its outcome. A claim that meets a record which is not free (a replay, a request
+// in flight, another payload) is one round trip that writes nothing (S36). Every
+// time is the database's (S28).
+//
+// It starts no goroutine: expired records stay until [PostgresStore.DeleteExpired]
+// is called. It is safe for concurrent use. Make one with [NewPostgresStore] or
+// [NewPostgresStoreWith]; the zero value is not usable.
+type PostgresStore struct {
+	db     PostgresDB
+	sql    postgresSQL
+	faults []error // of its configuration; every method returns them
+}
+
+// NewPostgresStore returns a store with the defaults of [PostgresConfig].
+func NewPostgresStore(db PostgresDB) *PostgresStore {
+	return NewPostgresStoreWith(db, PostgresConfig{})
+}
+
+// NewPostgresStoreWith returns a store. What is wrong with db or cfg is reported
+// by [PostgresStore.CheckConfig], which [New] calls, and by every other method.
+func NewPostgresStoreWith(db PostgresDB, cfg PostgresConfig) *PostgresStore {
+	cfg = cfg.withDefaults()
+	return &PostgresStore{db: db, sql: newPostgresSQL(cfg.table()), faults: cfg.validate(db)}
+}
+
+// CheckConfig implements [ConfigChecker].
+func (s *PostgresStore) CheckConfig() error { return errors.Join(s.faults...) }
+
+// maxClaimTries bounds one call of Claim. Each try that does not decide comes
+// from another claim that did, or from a connection that broke; a pool may hold
+// many such after a failover.
+const maxClaimTries = 20
+
+// Claim implements [Store]. Where a rival was faster, or the connection broke,
+// it looks again, with the same owner, until it knows how the record stands.
+func (s *PostgresStore) Claim(ctx context.Context, c Claim) (Record, error) {
+	if err := errors.Join(c.Validate(), s.CheckConfig()); err != nil {
+		return Record{}, err
+	}
+	args := claimArgs(c)
+	var err error
+	for range maxClaimTries {
+		var rec Record
+		rec, err = s.tryClaim(ctx, c, args)
+		if err == nil {
+			return rec, nil
+		}
+		if !isTransient(err) || ctx.Err() != nil {
+			break
+		}
+	}
+	return Record{}, postgresError("claim", err)
+}
+
+// errOvertaken reports that another claim changed the record between two looks
+// at it.
+var errOvertaken = errors.New("overtaken by another claim")
+
+// tryClaim makes one attempt at a claim: it takes a key without a record or reads
+// the record, and takes that over if it is free.
+func (s *PostgresStore) tryClaim(ctx context.Context, c Claim, args []any) (Record, error) {
+	row, err := s.queryClaim(ctx, c.Owner, args)
+	switch {
+	case err != nil:
+		return Record{}, err
+	case row.owner.Bytes == c.Owner && row.status == statusInProgress: // now, or by a try whose answer was lost
+		return Record{State: StateClaimed, Fingerprint: c.Fingerprint, Attempt: row.attempt}, nil
+	case row.free:
+		return s.takeOver(ctx, c, append(slices.Clip(args), row.owner))
+	}
+	return row.record()
+}
+
+// queryClaim sends the claim and returns the row that stands there. There is none
+// where a rival committed after the statement had begun: its row stops the
+// insertion, but is not visible yet. A server may also return two (Citus, where
+// the reading half sees what the inserting half did): the row of the claim's own
+// owner decides.
+func (s *PostgresStore) queryClaim(ctx context.Context, owner uuid.UUID, args []any) (claimRow, error) {
+	rows, err := s.db.Query(ctx, s.sql.claim, args...)
+	if err != nil {
+		return claimRow{}, err
+	}
+	defer rows.Close()
+	var decisive claimRow
+	seen := false
+	for rows.Next() {
+		var row claimRow
+		if err := row.scan(rows); err != nil {
+			return claimRow{}, err
+		}
+		if !seen || row.owner.Bytes == owner {
+			decisive = row
+		}
+		seen = true
+	}
+	if err := rows.Err(); err != nil {
+		return claimRow{}, err
+	}
+	if !seen {
+		return claimRow{}, errOvertaken
+	}
+	return decisive, nil
+}
+
+// takeOver claims a record that was free when it was read, unless its owner or
+// its state has changed since.
+func (s *PostgresStore) takeOver(ctx context.Context, c Claim, args []any) (Record, error) {
+	rows, err := s.db.Query(ctx, s.sql.takeOver, args...)
+	if err != nil {
+		return Record{}, err
+	}
+	rec := Record{State: StateClaimed, Fingerprint: c.Fingerprint}
+	rec.Attempt, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int])
+	if errors.Is(err, pgx.ErrNoRows) {
+		return Record{}, errOvertaken
+	}
+	return rec, err
+}
+
+// Complete implements [Store].
+func (s *PostgresStore) Complete(ctx context.Context, l Lease, r Response) error {
+	if err := errors.Join(l.Validate(), s.CheckConfig()); err != nil {
+		return err
+	}
+	args, err := responseArgs(r)
+	if err != nil {
+		return err
+	}
+	return s.settle(ctx, l, change{name: "complete", sql: s.sql.complete, to: statusCompleted, args: args})
+}
+
+// Release implements [Store].
+func (s *PostgresStore) Release(ctx context.Context, l Lease) error {
+	if err := errors.Join(l.Validate(), s.CheckConfig()); err != nil {
+		return err
+	}
+	return s.settle(ctx, l, change{name: "release", sql: s.sql.release, to: statusReleased})
+}
+
+// Extend implements [Store].
+func (s *PostgresStore) Extend(ctx context.Context, l Lease) error {
+	if err := errors.Join(l.Validate(), s.CheckConfig()); err != nil {
+		return err
+	}
+	return s.settle(ctx, l, change{name: "extend", sql: s.sql.extend, args: []any{interval(l.Duration)}})
+}
+
+// DeleteExpired implements [ExpiredDeleter]. A limit of zero or less deletes
+// nothing. Records that a claim is at are left to it.
+func (s *PostgresStore) DeleteExpired(ctx context.Context, limit int) (int, error) {
+	if err := errors.Join(s.faults...); err != nil || limit <= 0 {
+		return 0, err
+	}
+	tag, err := s.db.Exec(ctx, s.sql.deleteExpired, int64(limit))
+	if err != nil {
+		return 0, postgresError("delete expired records", err)
+	}
+	return int(tag.RowsAffected()), nil
+}
+
+// A change is what the owner of a lease does to its records.
+type change struct {
+	name string
+	sql  string
+	args []any  // beside key and owner
+	to   string // status that says that it is done already; none if empty
+}
+
+// settle makes a change to all records of a lease, or to none.
+func (s *PostgresStore) settle(ctx context.Context, l Lease, c change) error {
+	keys := slices.Clone(l.Keys)
+	slices.SortFunc(keys, ScopedKey.compare) // as every writer locks them, so that no two wait for each other
+	keys = slices.Compact(keys)
+
+	var done int
+	var err error
+	if len(keys) == 1 {
+		done, err = s.changeAll(ctx, s.db, keys, l.Owner, c)
+	} else {
+		done, err = s.changeInTx(ctx, keys, l.Owner, c)
+	}
+	if err != nil {
+		return postgresError(c.name, err)
+	}
+	if done == len(keys) {
+		return nil
+	}
+	return s.checkDone(ctx, keys, l.Owner, c)
+}
+
+func (s *PostgresStore) changeInTx(ctx context.Context, keys []ScopedKey, owner uuid.UUID, c change) (int, error) {
+	tx, err := s.db.Begin(ctx)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = tx.Rollback(ctx) }() // does nothing after the commit
+	done, err := s.changeAll(ctx, tx, keys, owner, c)
+	if err != nil || done < len(keys) {
+		return done, err
+	}
+	return done, tx.Commit(ctx)
+}
+
+// changeAll changes one record after the other and returns how many, up to the
+// first that owner does not hold.
+func (s *PostgresStore) changeAll(
+	ctx context.Context, db postgresExecer, keys []ScopedKey, owner uuid.UUID, c change,
+) (int, error) {
+	for i, k := range keys {
+		tag, err := db.Exec(ctx, c.sql, append(ownerArgs(k, owner), c.args...)...)
+		if err != nil || tag.RowsAffected() == 0 {
+			return i, err
+		}
+	}
+	return len(keys), nil
+}
+
+type postgresExecer interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+}
+
+// checkDone tells a change that the owner has made before from one that it may
+// not make any more. What it finds stays true while the record is not expired.
+func (s *PostgresStore) checkDone(ctx context.Context, keys []ScopedKey, owner uuid.UUID, c change) error {
+	if c.to == "" {
+		return ErrLeaseLost
+	}
+	for _, k := range keys {
+		tag, err := s.db.Exec(ctx, s.sql.settled, append(ownerArgs(k, owner), c.to)...)
+		if err != nil {
+			return postgresError(c.name, err)
+		}
+		if tag.RowsAffected() == 0 {
+			return ErrLeaseLost
+		}
+	}
+	return nil
+}

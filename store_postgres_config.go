@@ -1,0 +1,102 @@
+package idempotency
+
+import (
+	"fmt"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// DefaultPostgresTable is the table of a [PostgresConfig] that names none.
+const DefaultPostgresTable = "idempotency_records"
+
+// PostgresConfig says where a [PostgresStore] keeps its records. The zero value
+// is valid. Names are quoted: capital letters are kept, and any character may be
+// in them but U+0000 and the dollar sign.
+type PostgresConfig struct {
+	_ [0]func() // keyed literals only
+
+	// Schema is the schema of the table, at most 63 bytes. Default: the one that the
+	// connection's search_path leads to.
+	Schema string
+	// Table is the table's name, at most 52 bytes, so that there is room for
+	// "_migrations" behind it. Default: [DefaultPostgresTable].
+	Table string
+}
+
+const (
+	maxPostgresName = 63 // bytes; PostgreSQL cuts longer ones off
+	versionSuffix   = "_migrations"
+)
+
+func (c PostgresConfig) withDefaults() PostgresConfig {
+	c.Table = orDefault(c.Table, DefaultPostgresTable)
+	return c
+}
+
+// validate returns all faults of db and of a config that has its defaults.
+func (c PostgresConfig) validate(db PostgresDB) []error {
+	faults := c.validateNames()
+	if reason := checkPostgresDB(db); reason != "" {
+		faults = append(faults, &ConfigError{Field: "db", Reason: reason})
+	}
+	return faults
+}
+
+func (c PostgresConfig) validateNames() []error {
+	var faults []error
+	for _, n := range []struct {
+		field, value string
+		limit        int
+	}{
+		{"Schema", c.Schema, maxPostgresName},
+		{"Table", c.Table, maxPostgresName - len(versionSuffix)},
+	} {
+		if reason := checkPostgresName(n.value, n.limit); reason != "" {
+			faults = append(faults, &ConfigError{Field: n.field, Value: n.value, Reason: reason})
+		}
+	}
+	return faults
+}
+
+func checkPostgresName(name string, limit int) string {
+	switch {
+	case len(name) > limit:
+		return fmt.Sprintf("is longer than %d bytes", limit)
+	case !utf8.ValidString(name):
+		return "is not valid UTF-8"
+	case strings.ContainsAny(name, "\x00$"):
+		return "contains U+0000 or a dollar sign"
+	}
+	return ""
+}
+
+// checkPostgresDB refuses what is one connection, directly or inside: claims of
+// concurrent requests would meet on it, and inside a transaction none would be
+// committed.
+func checkPostgresDB(db PostgresDB) string {
+	switch db.(type) {
+	case nil:
+		return "is required"
+	case interface{ PgConn() *pgconn.PgConn }, interface{ Conn() *pgx.Conn }:
+		return "is a single connection or a transaction: a pool is required"
+	}
+	return ""
+}
+
+// table returns the table's name for use in a statement.
+func (c PostgresConfig) table() string { return c.qualify(c.Table) }
+
+// versionTable is where it is kept which migrations of the table have run.
+func (c PostgresConfig) versionTable() string { return c.qualify(c.Table + versionSuffix) }
+
+func (c PostgresConfig) qualify(name string) string {
+	if c.Schema == "" {
+		return quoteName(name)
+	}
+	return quoteName(c.Schema) + "." + quoteName(name)
+}
+
+func quoteName(name string) string { return pgx.Identifier{name}.Sanitize() }

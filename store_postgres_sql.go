@@ -1,0 +1,91 @@
+package idempotency
+
+import "strings"
+
+// postgresSQL holds the statements of a PostgresStore. Parameters 1 to 6 are the
+// key's components, 7 is the owner; what follows is each statement's own.
+type postgresSQL struct {
+	claim         string
+	takeOver      string
+	complete      string
+	release       string
+	extend        string
+	settled       string
+	deleteExpired string
+}
+
+func newPostgresSQL(table string) postgresSQL {
+	r := strings.NewReplacer(
+		"{table}", table,
+		"{key}", "scope_version = $1 AND tenant_id = $2 AND principal_id = $3 AND route = $4 AND ns = $5 AND idem_key = $6",
+		"{expired}", expiredSQL,
+	)
+	return postgresSQL{
+		claim:         r.Replace(claimSQL),
+		takeOver:      r.Replace(takeOverSQL),
+		complete:      r.Replace(completeSQL),
+		release:       r.Replace(releaseSQL),
+		extend:        r.Replace(extendSQL),
+		settled:       r.Replace(settledSQL),
+		deleteExpired: r.Replace(deleteExpiredSQL),
+	}
+}
+
+// expiredSQL is the condition that a record is as good as none (S29).
+const expiredSQL = `(expires_at <= now() AND (status <> 'in_progress' OR NOT held AND lease_expires_at <= now()))`
+
+// freeSQL is the condition that a claim may take a record over: $8 is its
+// fingerprint, $9 whether it holds.
+const freeSQL = `({expired} OR fingerprint = $8 AND (status = 'released'
+	OR status = 'in_progress' AND NOT held AND NOT $9::boolean AND lease_expires_at <= now()))`
+
+// claimSQL inserts a record, or else reads the one that stands there. An INSERT
+// that updates on conflict would be one statement, too, but lock and write the
+// record, and the log, on each replay.
+//
+// It returns no row if a rival's record was committed after the statement began.
+const claimSQL = `WITH claimed AS (
+	INSERT INTO {table} (scope_version, tenant_id, principal_id, route, ns, idem_key, owner, fingerprint, held,
+		status, attempt, lease_expires_at, created_at, expires_at)
+	VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9,
+		'in_progress', 1, now() + $10::interval, now(), now() + $11::interval)
+	ON CONFLICT DO NOTHING
+	RETURNING owner)
+SELECT owner, 'in_progress', false, NULL::bytea, 1, 0::bigint,
+	NULL::integer, NULL::bytea, NULL::bytea, NULL::bytea, false
+FROM claimed
+UNION ALL
+SELECT owner, status, ` + freeSQL + `, fingerprint, attempt,
+	(extract(epoch FROM lease_expires_at - now()) * 1000000)::bigint,
+	response_code, response_headers, response_trailers, response_body, not_replayable
+FROM {table} WHERE {key}`
+
+// takeOverSQL claims a record that was free under the owner $12. The condition is
+// asked again: it holds for the record that is updated, not the one that was read.
+const takeOverSQL = `UPDATE {table} SET owner = $7, fingerprint = $8, held = $9, status = 'in_progress',
+	attempt = CASE WHEN {expired} THEN 1 ELSE attempt + 1 END,
+	created_at = CASE WHEN {expired} THEN now() ELSE created_at END,
+	lease_expires_at = now() + $10::interval, expires_at = now() + $11::interval,
+	response_code = NULL, response_headers = NULL, response_trailers = NULL, response_body = NULL, not_replayable = false
+WHERE {key} AND owner = $12 AND ` + freeSQL + `
+RETURNING attempt`
+
+// The statements of an owner do not change expires_at, which has an index.
+const (
+	ownedSQL = `WHERE {key} AND owner = $7 AND status = 'in_progress'`
+
+	completeSQL = `UPDATE {table} SET status = 'completed', response_code = $8, response_headers = $9,
+	response_trailers = $10, response_body = $11, not_replayable = $12
+` + ownedSQL
+
+	releaseSQL = `UPDATE {table} SET status = 'released' ` + ownedSQL
+
+	extendSQL = `UPDATE {table} SET lease_expires_at = now() + $8::interval ` + ownedSQL
+
+	// settledSQL finds what an owner has settled before, as $8.
+	settledSQL = `SELECT FROM {table} WHERE {key} AND owner = $7 AND status = $8`
+)
+
+// deleteExpiredSQL passes over the records that a claim is taking over.
+const deleteExpiredSQL = `DELETE FROM {table} WHERE ctid = ANY (ARRAY (
+	SELECT ctid FROM {table} WHERE {expired} ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED))`
