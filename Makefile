@@ -69,8 +69,9 @@ tidy-check: ## go.mod and go.sum are tidy everywhere, go.work is in sync
 	done; exit $$rc
 	@bash .ci/work-sync $(MODULES)
 
-verify: ## starts the payments example and checks its answers with curl
-	@bash examples/payments/verify.sh
+verify: postgres ## starts the payments example, in memory and on Postgres, and checks its answers with curl
+	@env -u DATABASE_URL bash examples/payments/verify.sh
+	@go run ./internal/pgtest/with bash examples/payments/verify.sh
 
 torture: postgres ## the root package and storetest tests, repeated (COUNT=20)
 	go test $(RACE) -timeout 60m -count $(COUNT) . ./storetest/...

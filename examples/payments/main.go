@@ -1,7 +1,8 @@
 // Command payments is a small payments API for two tenants. Creating a charge and
 // creating a refund are guarded operations: each needs an Idempotency-Key, and a
-// retry gets the stored answer of the first request. Payments are kept in memory
-// only, and so are the idempotency records.
+// retry gets the stored answer of the first request. The idempotency records are
+// in PostgreSQL if DATABASE_URL is set, in a table that the program makes itself,
+// else in memory; payments are kept nowhere.
 package main
 
 import (
@@ -24,7 +25,7 @@ const shutdownTimeout = 15 * time.Second
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop) // a second signal ends the process at once
-	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	err := run(ctx, os.Args[1:], os.Getenv("DATABASE_URL"), os.Stdout, os.Stderr)
 	switch {
 	case errors.Is(err, flag.ErrHelp):
 	case err != nil:
@@ -35,7 +36,7 @@ func main() {
 
 // run serves until ctx ends. It prints the curl lines to stdout, and its log and
 // usage to stderr.
-func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+func run(ctx context.Context, args []string, databaseURL string, stdout, stderr io.Writer) error {
 	flags := flag.NewFlagSet("payments", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	addr := flags.String("addr", "127.0.0.1:8080", "address to listen on; port 0 takes a free one")
@@ -45,7 +46,12 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	logger := slog.New(slog.NewTextHandler(stderr, nil))
 
-	handler, idem, err := newServer(slow(*delay), logger)
+	store, closeStore, err := openStore(ctx, databaseURL)
+	if err != nil {
+		return err
+	}
+	defer closeStore()
+	handler, idem, err := newServer(store, slow(*delay), logger)
 	if err != nil {
 		return err
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/keytuple/idempotency"
+	"github.com/keytuple/idempotency/internal/pgtest"
 )
 
 const sale = `{"amount":1000,"currency":"EUR"}`
@@ -45,7 +46,7 @@ func (r reply) replayed() bool { return r.header.Get(idempotency.HeaderReplayed)
 
 func startServer(t *testing.T, process processor) *httptest.Server {
 	t.Helper()
-	handler, idem, err := newServer(process, slog.New(slog.DiscardHandler))
+	handler, idem, err := newServer(idempotency.NewMemoryStore(), process, slog.New(slog.DiscardHandler))
 	require.NoError(t, err)
 	srv := httptest.NewServer(handler)
 	t.Cleanup(func() {
@@ -203,15 +204,19 @@ func (o *output) Write(p []byte) (int, error) {
 	return n, err
 }
 
-func TestRun(t *testing.T) {
+// serve runs the program until stop is called, and returns its URL.
+func serve(t *testing.T, databaseURL string) (url string, stop func()) {
+	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
 	out := &output{written: make(chan struct{}, 1)}
 	done := make(chan error, 1)
-	go func() { done <- run(ctx, []string{"-addr", "127.0.0.1:0", "-delay", "0s"}, out, io.Discard) }()
+	go func() {
+		done <- run(ctx, []string{"-addr", "127.0.0.1:0", "-delay", "0s"}, databaseURL, out, io.Discard)
+	}()
 	select {
 	case <-out.written:
 	case err := <-done:
+		cancel()
 		t.Fatalf("run ended early: %v", err)
 	}
 	line, rest, _ := strings.Cut(out.b.String(), "\n")
@@ -219,29 +224,55 @@ func TestRun(t *testing.T) {
 	require.True(t, ok, line)
 	require.NotContains(t, url, ":0")
 	require.Contains(t, rest, "curl -i "+url+"/v1/charges")
+	return url, func() {
+		cancel()
+		require.NoError(t, <-done)
+	}
+}
 
-	got, err := post(t.Context(), url, request{
-		path: "/v1/charges", token: "token-a", key: `"order-1"`, body: sale,
-	})
-	require.NoError(t, err)
-	require.Equal(t, http.StatusCreated, got.status, got.body)
+func TestRun(t *testing.T) {
+	first := request{path: "/v1/charges", token: "token-a", key: `"order-1"`, body: sale}
+	for _, tc := range []struct {
+		name        string
+		databaseURL string
+		remembers   bool
+	}{
+		{"in memory", "", false},
+		{"on Postgres", pgtest.Database(t), true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			url, stop := serve(t, tc.databaseURL)
+			got, err := post(t.Context(), url, first)
+			require.NoError(t, err)
+			require.Equal(t, http.StatusCreated, got.status, got.body)
+			stop()
 
-	cancel()
-	require.NoError(t, <-done)
+			url, stop = serve(t, tc.databaseURL)
+			defer stop()
+			retry, err := post(t.Context(), url, first)
+			require.NoError(t, err)
+			require.Equal(t, http.StatusCreated, retry.status, retry.body)
+			require.Equal(t, tc.remembers, retry.replayed())
+			require.Equal(t, tc.remembers, retry.body == got.body)
+		})
+	}
 }
 
 func TestRunFaults(t *testing.T) {
 	for _, tc := range []struct {
-		name string
-		args []string
-		is   error // or nil for any
+		name        string
+		args        []string
+		databaseURL string
+		is          error // or nil for any
 	}{
 		{name: "help", args: []string{"-h"}, is: flag.ErrHelp},
 		{name: "unknown flag", args: []string{"-x"}},
 		{name: "bad address", args: []string{"-addr", "127.0.0.1:port"}},
+		{name: "bad database URL", databaseURL: "postgres://host:port/"},
+		{name: "no database", databaseURL: "postgres:///?host=" + t.TempDir()},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			err := run(t.Context(), tc.args, io.Discard, io.Discard)
+			err := run(t.Context(), tc.args, tc.databaseURL, io.Discard, io.Discard)
 			require.Error(t, err)
 			if tc.is != nil {
 				require.ErrorIs(t, err, tc.is)

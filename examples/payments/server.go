@@ -34,8 +34,10 @@ func slow(delay time.Duration) processor {
 
 // newServer returns the API and its middleware, which the caller shuts down after
 // the server.
-func newServer(process processor, logger *slog.Logger) (http.Handler, *idempotency.Middleware, error) {
-	idem, err := idempotency.New(idempotency.NewMemoryStore(), idempotency.Config{
+func newServer(
+	store idempotency.Store, process processor, logger *slog.Logger,
+) (http.Handler, *idempotency.Middleware, error) {
+	idem, err := idempotency.New(store, idempotency.Config{
 		KeyScope:  func(r *http.Request) string { return callerFrom(r.Context()).tenant },
 		Principal: func(r *http.Request) string { return callerFrom(r.Context()).principal },
 		Logger:    logger,

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Asks the payments example with curl and checks its answers.
 #
-#   verify.sh                    builds and starts it on a free port
+#   verify.sh                    builds and starts it on a free port, on the database
+#                                that DATABASE_URL names, or else in memory
 #   verify.sh http://host:port   asks one that is already running
 #
 # Prints a line for each check and ends with "N passed, N failed". The exit status
@@ -25,8 +26,9 @@ trap 'exit 143' TERM
 
 curl=(curl -q --silent --show-error --max-time 20)
 
+build() { (cd -- "$here" && go build -buildvcs=false -o "$tmp/payments" .); }
+
 start() {
-	(cd -- "$here" && go build -buildvcs=false -o "$tmp/payments" .)
 	: >"$tmp/out"
 	"$tmp/payments" -addr 127.0.0.1:0 -delay 400ms >"$tmp/out" 2>"$tmp/log" &
 	server=$!
@@ -58,6 +60,7 @@ stop() {
 if (($# > 0)); then
 	base=${1%/}
 else
+	build
 	start
 	curl+=(--noproxy '*')
 fi
@@ -173,6 +176,12 @@ check 'two at once: the one that got 409 asks again and gets the answer' replaye
 
 if [[ $server ]]; then
 	check 'SIGTERM: the server stops with exit status 0' stop
+	if [[ ${DATABASE_URL:-} ]]; then
+		start
+		post retry token-a /v1/charges "$key"
+		check 'after a restart the retry is still replayed' replayed "$winner" retry
+		check 'the server that was started again stops, too' stop
+	fi
 fi
 
 echo "$passed passed, $failed failed"
