@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -440,4 +441,48 @@ func TestS30NamedSharesShutdown(t *testing.T) {
 		require.GreaterOrEqual(t, time.Since(started), 10*time.Second)
 		g.serve("a").requireReplay(t, first)
 	})
+}
+
+// S30, S26: a hook that panics on the fault of the store loses neither the outcome
+// nor the release of a claim: settling in the background has begun by then.
+func TestS30HookThatPanicsLosesNothing(t *testing.T) {
+	for _, tc := range []struct {
+		name    string
+		method  string
+		hook    func() execHook
+		settled func(t *testing.T, g *execRig)
+	}{
+		{"complete", execComplete, func() execHook { return execUntil(execStoreTimeout+time.Second, execFail) }, func(t *testing.T, g *execRig) {
+			t.Helper()
+			a := g.serve("a")
+			require.Equal(t, "run 1", a.body)
+			require.Equal(t, "true", a.header.Get(idempotency.HeaderReplayed))
+			require.Equal(t, []int{1}, g.ran())
+		}},
+		{"claim", execClaim, func() execHook { return execFirst(execLoseAnswer) }, func(t *testing.T, g *execRig) {
+			t.Helper()
+			g.serve("a").requireRun(t, http.StatusCreated, "run 1")
+			require.Equal(t, []int{2}, g.ran())
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				g := newExecRig(t, execRuns(0, http.StatusCreated), func(c *idempotency.Config) {
+					told := c.OnEvent
+					c.OnEvent = func(ctx context.Context, e idempotency.Event) {
+						told(ctx, e)
+						if e.Kind == idempotency.EventStoreFault {
+							panic("bug in a hook")
+						}
+					}
+				})
+				g.store.on(tc.method, tc.hook())
+				require.PanicsWithValue(t, "bug in a hook", func() {
+					g.handler.ServeHTTP(httptest.NewRecorder(), execRequest(t.Context(), "a"))
+				})
+				require.NoError(t, g.m.Shutdown(t.Context()))
+				tc.settled(t, g)
+			})
+		})
+	}
 }

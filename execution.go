@@ -178,8 +178,8 @@ func (x *executor) claim(ctx context.Context, key ScopedKey, fp Fingerprint) (Re
 	}
 	op := newOperation(detached, x, c, sent)
 	if err != nil {
+		op.giveUp(false) // first: a hook of the application's may panic
 		x.fault(ctx, "claim", key, err)
-		op.giveUp(false)
 		return Record{}, nil, fmt.Errorf("idempotency: claim: %w", err)
 	}
 	op.exec.attempt = rec.Attempt
@@ -288,8 +288,8 @@ func (op *operation) settle(s settlement) (Outcome, error) {
 		op.reportLost(op.detached, err)
 		return OutcomeLost, err
 	case err != nil:
+		op.settleLater(s) // first: a hook of the application's may panic
 		op.x.fault(op.detached, s.end.String(), op.exec.key, err)
-		op.settleLater(s)
 		return OutcomePending, err
 	}
 	switch s.end {
