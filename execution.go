@@ -178,7 +178,9 @@ func (x *executor) claim(ctx context.Context, key ScopedKey, fp Fingerprint) (Re
 	}
 	op := newOperation(detached, x, c, sent)
 	if err != nil {
-		op.giveUp(false) // first: a hook of the application's may panic
+		if !claimSurelyFailed(err) {
+			op.giveUp(false) // first: a hook of the application's may panic
+		}
 		x.fault(ctx, "claim", key, err)
 		return Record{}, nil, fmt.Errorf("idempotency: claim: %w", err)
 	}
@@ -188,6 +190,12 @@ func (x *executor) claim(ctx context.Context, key ScopedKey, fp Fingerprint) (Re
 		return rec, nil, nil
 	}
 	return rec, op, nil
+}
+
+// claimSurelyFailed reports whether the error of a claim says, by the contract of
+// [Store], that the claim did not take its key and never will.
+func claimSurelyFailed(err error) bool {
+	return errors.Is(err, ErrInvalidClaim) || errors.Is(err, ErrStoreFull)
 }
 
 func isOver(ctx context.Context) bool { return ctx.Err() != nil }
@@ -374,6 +382,9 @@ func (s settlement) giveUp(err error) error {
 var errStillOnItsWay = errors.New("idempotency: claim of unknown fate")
 
 func (op *operation) reportSettled(ctx context.Context, end ending, err error) {
+	if errors.Is(err, errStillOnItsWay) && !isOver(ctx) {
+		err = nil // it did not arrive while it could have mattered
+	}
 	switch {
 	case err == nil:
 		op.x.logger.LogAttrs(ctx, slog.LevelInfo, "idempotency: settled in the background",

@@ -1418,3 +1418,51 @@ func TestS27OwnerIsFreshForEachClaim(t *testing.T) {
 		require.Greater(t, len(owners), 20)
 	})
 }
+
+// S26: a claim whose error says that it took nothing is not released.
+func TestS26ClaimThatSurelyFailed(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		err  error
+		sure bool
+	}{
+		{"store full", idempotency.ErrStoreFull, true},
+		{"invalid claim", fmt.Errorf("store: %w", idempotency.ErrInvalidClaim), true},
+		{"any other error", errExecStore, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				g := newExecRig(t, execRuns(0, http.StatusCreated), nil)
+				g.store.on(execClaim, func(context.Context, execCall, func() error) error { return tc.err })
+				g.serve("a").requireProblem(t, http.StatusServiceUnavailable, idempotency.CodeStoreUnavailable)
+				require.Equal(t, []idempotency.EventKind{idempotency.EventStoreFault, idempotency.EventRefused}, g.kinds())
+				time.Sleep(execLease)
+				synctest.Wait()
+				require.Equal(t, tc.sure, g.store.count(execRelease) == 0)
+			})
+		})
+	}
+}
+
+// S26: a claim that never arrived is settled when its time is over, and no fault.
+// Cut short by Shutdown, it is not: it may still arrive.
+func TestS26ClaimThatNeverArrived(t *testing.T) {
+	for _, tc := range []struct {
+		name     string
+		patience time.Duration
+		settled  bool
+	}{{"its time is over", execLease, true}, {"shut down", time.Second, false}} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				g := newExecRig(t, execRuns(0, http.StatusCreated), nil)
+				g.store.on(execClaim, execFail)
+				g.serve("a").requireProblem(t, http.StatusServiceUnavailable, idempotency.CodeStoreUnavailable)
+				ctx, cancel := context.WithTimeout(t.Context(), tc.patience+1)
+				defer cancel()
+				require.Equal(t, tc.settled, g.m.Shutdown(ctx) == nil)
+				synctest.Wait()
+				require.Equal(t, tc.settled, !strings.Contains(g.logged(), "not settled"), g.logged())
+			})
+		})
+	}
+}

@@ -45,7 +45,9 @@ type Store interface {
 	// other cases nothing is changed. Of any number of concurrent claims one wins.
 	//
 	// After an error the owner is dead: it may or may not hold the record. The
-	// caller releases it and tries again with a new one.
+	// caller releases it and tries again with a new one. An error that wraps
+	// [ErrInvalidClaim] or [ErrStoreFull] says that the key was not taken and will
+	// not be: nothing is to be released.
 	Claim(ctx context.Context, c Claim) (Record, error)
 
 	// Complete stores r as the outcome of the lease's operation and ends the lease.

@@ -13,8 +13,9 @@ import (
 	"github.com/google/uuid"
 )
 
-// ErrStoreFull reports that a [MemoryStore] has reached its bound and holds
-// nothing that is expired. The claim did not take its key.
+// ErrStoreFull reports that a [MemoryStore], or another bounded [Store], has
+// reached its bound and holds nothing that is expired. The claim did not take its
+// key.
 var ErrStoreFull = errors.New("idempotency: memory store is full")
 
 // DefaultMemoryBytes is the bound of a [MemoryStore] whose [MemoryConfig] sets
