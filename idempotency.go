@@ -374,7 +374,7 @@ func (x *exchange) follow(decided verdict, rec Record, op *operation) {
 func (x *exchange) execute(op *operation) {
 	ctx := op.run(x.r.Context())
 	r := withBody(ctx, x.r, x.body)
-	rec := newRecorder(x.w, x.m.cfg.MaxResponseBytes, x.m.cfg.StoreCookies)
+	rec := newRecorder(x.w, x.r.Method, x.m.cfg.MaxResponseBytes, x.m.cfg.StoreCookies)
 	started := now()
 	defer func() {
 		removeForm(x.r, r)

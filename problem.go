@@ -33,7 +33,7 @@ const (
 	// whether it took effect. It will not run again by itself.
 	CodeOutcomeUnknown Code = "outcome-unknown"
 	// CodeNotReplayable (409): the operation is done, but its answer was too large
-	// to be stored.
+	// to be stored, or broke off before the length that it declared.
 	CodeNotReplayable Code = "not-replayable"
 	// CodeRequestTooLarge (413): the request body is over the limit.
 	CodeRequestTooLarge Code = "request-too-large"
@@ -133,7 +133,7 @@ func (c Code) problem() Problem {
 	case CodeNotReplayable:
 		return Problem{
 			Status: http.StatusConflict, Title: "Outcome cannot be replayed",
-			Detail: "The request with this Idempotency-Key is done, but its answer was too large to be kept.",
+			Detail: "The request with this Idempotency-Key is done, but its answer was too large to be kept, or broke off.",
 		}
 	case CodeRequestTooLarge:
 		return Problem{

@@ -29,9 +29,10 @@ type recorder struct {
 	inner   http.ResponseWriter
 	limit   int64 // bytes of body that are recorded
 	cookies bool  // whether Set-Cookie is recorded
+	head    bool  // the request is a HEAD: its answer has no body
 
 	// mu orders the handler with goroutines of its own that outlive it. inform,
-	// freeze, exceed, send and seal expect it to be held.
+	// freeze, exceed, send, seal and short expect it to be held.
 	mu       sync.Mutex
 	header   http.Header // the handler's
 	status   int         // 0: no header written
@@ -40,7 +41,7 @@ type recorder struct {
 	added    http.Header // of frozen: the values that it appended to outer ones
 	trailer  http.Header // the trailers, once it has returned
 	declared int64       // the Content-Length that the handler declared, or -1
-	written  int64       // bytes of body the handler wrote
+	written  int64       // bytes of body the handler wrote, refused ones too
 	body     []byte      // the recorded body
 	overflow bool        // the body exceeded the limit
 	sent     bool        // status and header are with the inner writer: streaming
@@ -50,10 +51,10 @@ type recorder struct {
 // headerHint is room for the fields of a usual response.
 const headerHint = 8
 
-func newRecorder(w http.ResponseWriter, limit int64, cookies bool) *recorder {
+func newRecorder(w http.ResponseWriter, method string, limit int64, cookies bool) *recorder {
 	header := make(http.Header, headerHint)
 	copyFields(header, w.Header())
-	return &recorder{inner: w, limit: limit, cookies: cookies, header: header}
+	return &recorder{inner: w, limit: limit, cookies: cookies, head: method == http.MethodHead, header: header}
 }
 
 // Header returns the handler's header map; after the handler has returned, one
@@ -265,12 +266,19 @@ func (rec *recorder) finish() (resp Response, streamed bool) {
 	rec.finished = true
 	rec.seal(rec.body)
 	rec.trailer = handlerTrailers(rec.frozen, rec.header)
-	if rec.overflow {
+	if rec.overflow || rec.short() {
 		return Response{Status: rec.status, NotReplayable: true}, rec.sent
 	}
 	return Response{
 		Status: rec.status, Header: rec.own, AddedHeader: rec.added, Trailer: rec.trailer, Body: rec.body,
 	}, rec.sent
+}
+
+// short reports whether the body is less than the handler declared: a part, which
+// must not look like the whole when it is replayed. What was refused does not
+// count.
+func (rec *recorder) short() bool {
+	return !rec.head && bodyAllowed(rec.status) && int64(len(rec.body)) < rec.declared
 }
 
 // close ends the recording of a handler that did not return.

@@ -218,8 +218,9 @@ type Response struct {
 	Trailer http.Header
 	// Body is the whole body.
 	Body []byte
-	// NotReplayable marks an outcome too large to be stored: only Status is kept,
-	// and a retry learns that the operation is done, but not its answer (S23).
+	// NotReplayable marks an outcome too large to be stored, or whose body is shorter
+	// than the handler declared: only Status is kept, and a retry learns that the
+	// operation is done, but not its answer (S23).
 	NotReplayable bool
 }
 
