@@ -19,10 +19,11 @@ import (
 // configured secret where there is one. Two requests that the function maps to
 // the same bytes are the same request: let it delimit what it joins.
 //
-// body is the whole request body, from its first byte. The function must be
-// deterministic, safe for concurrent use, and must not keep r or body. An error
-// means that the body cannot be read as a request to this operation: the client
-// gets 400 broken-body, and nothing is claimed.
+// body is the whole request body, from its first byte; so is the body of r, which
+// is there for r.FormValue and its like. The function must be deterministic, safe
+// for concurrent use, and must not keep r or body. An error means that the body
+// cannot be read as a request to this operation: the client gets 400 broken-body,
+// and nothing is claimed.
 type FingerprintFunc func(r *http.Request, body io.Reader) ([]byte, error)
 
 // Schemes of a Fingerprint: its first byte. A scheme's number and meaning never
@@ -87,7 +88,7 @@ func (f *fingerprinter) sum(scheme byte, r *http.Request, body spool) (Fingerpri
 	}
 	buf := append(make([]byte, 0, 256), scheme)
 	if scheme == schemeCustom || scheme == schemeCustomHMAC {
-		fields, err := f.custom(r, body.reader())
+		fields, err := f.ask(r, body)
 		if err != nil {
 			return Fingerprint{}, fmt.Errorf("%w: fingerprint function: %w", errBrokenBody, err)
 		}
@@ -103,6 +104,14 @@ func (f *fingerprinter) sum(scheme byte, r *http.Request, body spool) (Fingerpri
 	fp := Fingerprint{scheme}
 	copy(fp[1:], h.Sum(buf[:0]))
 	return fp, nil
+}
+
+// ask calls the custom function. Its request is a copy with a body of its own: what
+// it reads of that, or parses, is not missing where the handler looks for it.
+func (f *fingerprinter) ask(r *http.Request, body spool) ([]byte, error) {
+	own := withBody(r.Context(), r, body)
+	defer removeForm(r, own)
+	return f.custom(own, body.reader())
 }
 
 // equal reports whether the request behind own, r and body is the one behind

@@ -587,6 +587,46 @@ func TestS16CustomFingerprint(t *testing.T) {
 	})
 }
 
+// S16, S17: a custom function may parse the form of its request: its
+// body is there to be read, and the handler's is left whole.
+func TestS16CustomFingerprintParsesTheForm(t *testing.T) {
+	amount := func(r *http.Request, body io.Reader) ([]byte, error) {
+		value := r.FormValue("amount")
+		rest, err := io.ReadAll(body)
+		if err == nil && len(rest) == 0 {
+			err = errors.New("parsing the form took the body away")
+		}
+		return []byte(value), err
+	}
+	urlencoded := func(amount string) call {
+		return call{body: "amount=" + amount, header: http.Header{"Content-Type": {"application/x-www-form-urlencoded"}}}
+	}
+	upload := func(amount string) call {
+		return formCall(t, "boundary", "amount", amount, "note", "any")
+	}
+	for _, tc := range []struct {
+		name string
+		call func(amount string) call
+	}{{"urlencoded", urlencoded}, {"multipart", upload}} {
+		for _, threshold := range []int64{1 << 20, 1} {
+			t.Run(fmt.Sprintf("%s, threshold %d", tc.name, threshold), func(t *testing.T) {
+				dir := newSpoolDir(t)
+				s := newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{
+					Fingerprint: amount, SpoolThreshold: threshold,
+				}, func(w http.ResponseWriter, r *http.Request) {
+					_, _ = io.WriteString(w, "charged "+r.FormValue("amount"))
+				})
+				require.Equal(t, "charged 1", s.do(t.Context(), tc.call("1")).body)
+				retry := s.do(t.Context(), tc.call("1"))
+				require.True(t, retry.replayed())
+				require.Equal(t, "charged 1", retry.body)
+				require.Equal(t, "key-reused", s.do(t.Context(), tc.call("1000")).code(t))
+				dir.requireEmpty(t)
+			})
+		}
+	}
+}
+
 // S16, S17: an error of the function refuses the request before the store is asked
 // for anything. Its text is not for the client (S33).
 func TestS16CustomFingerprintFails(t *testing.T) {

@@ -608,6 +608,9 @@ func TestS17FilesOfAForm(t *testing.T) {
 		}, true},
 		{"store down, unguarded", downStore{}, idempotency.Config{UnguardedWhenStoreDown: true, Lease: 100 * time.Millisecond}, handler, false},
 		{"check of a replay", idempotency.NewMemoryStore(), idempotency.Config{CheckReplay: parse}, echoShort, false},
+		{"fingerprint", idempotency.NewMemoryStore(), idempotency.Config{Fingerprint: func(r *http.Request, _ io.Reader) ([]byte, error) {
+			return nil, parse(r)
+		}}, echoShort, false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			s := newGuardedSite(t, tc.store, tc.cfg, tc.handler)
