@@ -270,7 +270,8 @@ func (rec *recorder) finish() (resp Response, streamed bool) {
 		return Response{Status: rec.status, NotReplayable: true}, rec.sent
 	}
 	return Response{
-		Status: rec.status, Header: rec.own, AddedHeader: rec.added, Trailer: rec.trailer, Body: rec.body,
+		Status: rec.status, Header: rec.own, AddedHeader: rec.added, Trailer: storableTrailers(rec.trailer, rec.cookies),
+		Body: rec.body,
 	}, rec.sent
 }
 
@@ -356,7 +357,21 @@ func allStorable(header http.Header, cookies bool) bool {
 	return true
 }
 
-// storable reports whether a header field is part of an outcome.
+// storableTrailers returns the trailer fields that are part of an outcome. The
+// result may be trailers itself.
+func storableTrailers(trailers http.Header, cookies bool) http.Header {
+	if allStorable(trailers, cookies) {
+		return trailers
+	}
+	stored := maps.Clone(trailers)
+	maps.DeleteFunc(stored, func(name string, _ []string) bool { return !storable(name, cookies) })
+	if len(stored) == 0 {
+		return nil
+	}
+	return stored
+}
+
+// storable reports whether a header or trailer field is part of an outcome.
 func storable(name string, cookies bool) bool {
 	switch canonical := http.CanonicalHeaderKey(name); canonical {
 	case "Date", "Content-Length", "Www-Authenticate", "Proxy-Authenticate", HeaderReplayed, HeaderDeduplicated,

@@ -218,6 +218,52 @@ func TestS20StoredIsWhatWasSent(t *testing.T) {
 	}, w.stored)
 }
 
+// S20: what is not stored of a header is not stored of the trailers either. The
+// first client gets all of them.
+func TestS20StoredTrailers(t *testing.T) {
+	trailers := http.Header{
+		"Set-Cookie": {"id=1"}, "Www-Authenticate": {"Basic"}, "Proxy-Authenticate": {"Basic"},
+		idempotency.HeaderReplayed: {"false"}, "X-Sum": {"1"},
+	}
+	for _, tc := range []struct {
+		name    string
+		cookies bool
+		stored  http.Header
+	}{
+		{"without cookies", false, http.Header{"X-Sum": {"1"}}},
+		{"with cookies", true, http.Header{"X-Sum": {"1"}, "Set-Cookie": {"id=1"}}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			forEachProtocol(t, func(t *testing.T, http2 bool) {
+				t.Helper()
+				store := &recordingStore{Store: idempotency.NewMemoryStore()}
+				m := newMiddleware(t, store, idempotency.Config{StoreCookies: tc.cookies})
+				handler := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+					w.Header().Set("Trailer", "Set-Cookie")
+					_, _ = io.WriteString(w, "body")
+					for name, values := range trailers {
+						if name != "Set-Cookie" {
+							name = http.TrailerPrefix + name
+						}
+						w.Header()[name] = values
+					}
+				})
+				bare := newSite(t, http2, handler).do(t.Context(), call{})
+				require.Equal(t, []string{"id=1"}, bare.trailer["Set-Cookie"])
+				s := newSite(t, http2, m.Handler(handler))
+				require.Equal(t, bare.trailer, s.do(t.Context(), call{}).trailer)
+				require.Equal(t, tc.stored, store.stored.Trailer)
+				retry := s.do(t.Context(), call{})
+				require.True(t, retry.replayed())
+				require.Equal(t, "body", retry.body)
+				for name := range trailers {
+					require.Equal(t, tc.stored[name], retry.trailer[name], name)
+				}
+			})
+		})
+	}
+}
+
 // S20: a long answer is sent with its length, so that a client sees a broken
 // connection for what it is.
 func TestContentLengthIsComputed(t *testing.T) {
