@@ -367,6 +367,26 @@ func TestS17BrokenBody(t *testing.T) {
 	}
 }
 
+// S17: a reader in front that wraps io.EOF tells of a fault, not of the end.
+func TestS17WrappedEndIsNoEnd(t *testing.T) {
+	for _, threshold := range []int64{1, 4, 1000} {
+		dir := newSpoolDir(t)
+		var spy routeSpy
+		guarded := newMiddleware(t, noStore{}, idempotency.Config{SpoolThreshold: threshold}).Handler(spy.handler("any"))
+		s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			broken := iotest.ErrReader(fmt.Errorf("upstream broke off: %w", io.EOF))
+			r.Body = io.NopCloser(io.MultiReader(strings.NewReader("half"), broken))
+			r.ContentLength = -1
+			guarded.ServeHTTP(w, r)
+		}))
+		a := s.do(t.Context(), call{})
+		require.Equal(t, http.StatusBadRequest, a.status)
+		require.Equal(t, "broken-body", a.code(t))
+		require.Empty(t, spy.take())
+		dir.requireEmpty(t)
+	}
+}
+
 // S17: a body that somebody in front has read already is refused, and never taken
 // for an empty one: all payloads would be the same then.
 func TestS17BodyIsGone(t *testing.T) {
