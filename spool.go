@@ -24,7 +24,7 @@ type spool struct {
 // behind then.
 func spoolBody(w http.ResponseWriter, r *http.Request, limit, threshold int64) (spool, error) {
 	if r.Body == nil || r.Body == http.NoBody {
-		if r.ContentLength > 0 {
+		if isBodyGone(r, 0) {
 			return spool{}, errBodyGone
 		}
 		return spool{}, nil
@@ -36,18 +36,34 @@ func spoolBody(w http.ResponseWriter, r *http.Request, limit, threshold int64) (
 	switch {
 	case err != nil:
 		return spool{}, err
-	case len(mem) == 0 && r.ContentLength > 0:
-		return spool{}, errBodyGone
 	case int64(len(mem)) > limit:
 		return spool{}, &http.MaxBytesError{Limit: limit}
-	case !more:
-		return spool{mem: mem, size: int64(len(mem))}, nil
+	case more:
+		s, err := spoolFile(mem, http.MaxBytesReader(w, r.Body, limit-int64(len(mem))))
+		if err == nil && isBodyGone(r, s.size) {
+			s.close()
+			return spool{}, errBodyGone
+		}
+		return s, err
+	case isBodyGone(r, int64(len(mem))):
+		return spool{}, errBodyGone
 	}
-	return spoolFile(mem, http.MaxBytesReader(w, r.Body, limit-int64(len(mem))))
+	return spool{mem: mem, size: int64(len(mem))}, nil
 }
 
-// errBodyGone refuses a body that somebody in front has used up. Taken for empty
-// ones, all payloads would look the same, and one would be answered for another.
+// isBodyGone reports whether more was sent than the size bytes that could be read:
+// by the announced length, or since a form was parsed from what is not there. A
+// body that the client broke off is none of it: reading that fails.
+func isBodyGone(r *http.Request, size int64) bool {
+	if size < r.ContentLength {
+		return true
+	}
+	return size == 0 && r.ContentLength != 0 && (r.PostForm != nil || r.MultipartForm != nil)
+}
+
+// errBodyGone refuses a body that somebody in front has used up, or a part of it.
+// Where its rest is the same, or nothing, all payloads would look the same, and
+// one would be answered for another.
 var errBodyGone = fmt.Errorf("%w: it was read before it got here", errSpool)
 
 // readUpTo reads from body until its end, or until it has more than limit bytes.

@@ -404,6 +404,24 @@ func TestS17BodyIsGone(t *testing.T) {
 			_, _ = io.Copy(io.Discard, r.Body)
 			r.Body = nil
 		}, "retry"},
+		{"read in part", func(r *http.Request) { _, _ = io.CopyN(io.Discard, r.Body, 4) }, "retry"},
+		{"parsed as a form, without a length", func(r *http.Request) {
+			r.ContentLength = -1
+			r.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+			_ = r.ParseForm()
+		}, "retry"},
+		{"parsed as a form, without a length, and replaced by none", func(r *http.Request) {
+			r.ContentLength = -1
+			r.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+			_ = r.ParseForm()
+			r.Body = http.NoBody
+		}, "retry"},
+		{"read as a multipart form, without a length", func(r *http.Request) {
+			r.ContentLength = -1
+			r.Header.Set("Content-Type", "multipart/form-data; boundary=b")
+			_, _ = r.MultipartReader()
+			_, _ = io.Copy(io.Discard, r.Body)
+		}, "retry"},
 		{"closed", func(r *http.Request) { _ = r.Body.Close() }, "broken-body"},
 	} {
 		for _, threshold := range []int64{1, 1000} {
@@ -438,6 +456,22 @@ func TestS17BodyIsGone(t *testing.T) {
 		require.Equal(t, "amount=1", s.do(t.Context(), call{body: "amount=1"}).body)
 		require.Equal(t, "key-reused", s.do(t.Context(), call{body: "amount=2"}).code(t))
 	})
+
+	for _, tc := range []struct{ name, text, body string }{
+		{"not read, since it is no form", chunkedText("POST", "/", `{"amount":1}`, "Content-Type: application/json"), `{"amount":1}`},
+		{"there was none", requestText("POST", "/", "", "Content-Type: application/x-www-form-urlencoded"), ""},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			guarded := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{}).Handler(http.HandlerFunc(echo))
+			s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				_ = r.FormValue("tenant")
+				guarded.ServeHTTP(w, r)
+			}))
+			a := exchangeRaw(t, s, "POST", tc.text)
+			require.Equal(t, http.StatusCreated, a.status, a.body)
+			require.Equal(t, tc.body, a.body)
+		})
+	}
 }
 
 // S17: where the body cannot be kept, the client is asked to come back, and
