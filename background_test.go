@@ -271,6 +271,65 @@ func TestS30BackgroundEndsAtTTL(t *testing.T) {
 	})
 }
 
+// S29, S30: a held record does not expire, so there settling in the background does
+// not end at the TTL: the key would be held for ever, although the outcome is known.
+func TestS30BackgroundOfHeldOutlastsTTL(t *testing.T) {
+	const ttl = time.Hour
+	for _, tc := range []struct {
+		name   string
+		method string
+		status int
+	}{
+		{"complete", execComplete, http.StatusCreated},
+		{"release", execRelease, http.StatusConflict},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				g := newExecRig(t, execRuns(0, tc.status), func(c *idempotency.Config) { c.TTL, c.HoldAbandoned = ttl, true })
+				g.store.on(tc.method, execUntil(3*ttl, execFail))
+				g.serve("a").requireRun(t, tc.status, "run 1")
+				time.Sleep(2 * ttl)
+				g.serve("a").requireProblem(t, http.StatusConflict, idempotency.CodeOutcomeUnknown)
+				time.Sleep(ttl + execLastRetry)
+				synctest.Wait()
+				require.NotContains(t, g.logged(), "not settled")
+				require.Contains(t, g.logged(), "settled in the background")
+				// Not held any more, and past its TTL, the key is free.
+				g.serve("a").requireRun(t, tc.status, "run 2")
+				require.Equal(t, []int{1, 1}, g.ran())
+			})
+		})
+	}
+
+	t.Run("claim of unknown fate", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			g := newExecRig(t, execRuns(0, http.StatusCreated), func(c *idempotency.Config) { c.TTL, c.HoldAbandoned = ttl, true })
+			g.store.on(execClaim, execFirst(execLoseAnswer))
+			g.store.on(execRelease, execUntil(3*ttl, execFail))
+			g.serve("a").requireProblem(t, http.StatusServiceUnavailable, idempotency.CodeStoreUnavailable)
+			time.Sleep(3*ttl + execLastRetry)
+			synctest.Wait()
+			g.serve("a").requireRun(t, http.StatusCreated, "run 1")
+		})
+	})
+
+	t.Run("Shutdown ends it", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			g := newExecRig(t, execRuns(0, http.StatusCreated), func(c *idempotency.Config) { c.TTL, c.HoldAbandoned = ttl, true })
+			g.store.on(execComplete, execFail)
+			g.serve("a").requireRun(t, http.StatusCreated, "run 1")
+			time.Sleep(2 * ttl)
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			require.ErrorContains(t, g.m.Shutdown(ctx), "1 outcome")
+			synctest.Wait()
+			calls := g.store.count(execComplete)
+			time.Sleep(time.Hour)
+			require.Equal(t, calls, g.store.count(execComplete))
+		})
+	})
+}
+
 // S30: Shutdown waits for what is still to be settled.
 func TestS30ShutdownWaits(t *testing.T) {
 	for _, tc := range []struct {

@@ -311,11 +311,16 @@ func (op *operation) settle(s settlement) (Outcome, error) {
 }
 
 // settleLater settles in the background, until it is decided: done, taken over by
-// another owner, or expired (S30). Shutdown ends it, too.
+// another owner, or expired (S30), which a held record never is (S29). Shutdown
+// ends it, too.
 func (op *operation) settleLater(s settlement) {
 	started := op.x.background.start(op.detached, func(ctx context.Context) {
-		expiring, cancel := context.WithTimeout(ctx, op.x.settleWithin(s.end)-now().Sub(op.sent))
-		defer cancel()
+		expiring := ctx
+		if !op.x.hold {
+			within, cancel := context.WithTimeout(ctx, op.x.settleWithin(s.end)-now().Sub(op.sent))
+			defer cancel()
+			expiring = within
+		}
 		op.reportSettled(ctx, s.end, op.persist(expiring, s, op.tellInTime))
 	})
 	if !started {
@@ -323,11 +328,11 @@ func (op *operation) settleLater(s settlement) {
 	}
 }
 
-// settleWithin is how long after its claim an operation is still worth settling.
-// A claim that nobody ran is free once its lease is over, unless it is held: while
-// the store is down, and every request's claim fails, they must not pile up.
+// settleWithin is how long after its claim an operation that is not held is still
+// worth settling. A claim that nobody ran is free once its lease is over: while the
+// store is down, and every request's claim fails, they must not pile up.
 func (x *executor) settleWithin(end ending) time.Duration {
-	if end == endGiveUp && !x.hold {
+	if end == endGiveUp {
 		return x.lease
 	}
 	return x.ttl
