@@ -169,9 +169,12 @@ func (rec *recorder) send() error {
 	rec.seal(rec.body)
 	rec.sent = true
 	header := rec.inner.Header()
+	encoded := encodedOutside(header, rec.own)
 	replaceFields(header, rec.frozen)
 	if rec.finished {
-		setContentLength(header, rec.status, len(rec.body), rec.trailer)
+		if !encoded {
+			setContentLength(header, rec.status, len(rec.body), rec.trailer)
+		}
 		addUndeclaredTrailers(header, rec.frozen, rec.trailer)
 	}
 	rec.inner.WriteHeader(rec.status)
@@ -301,12 +304,15 @@ func (rec *recorder) release() {
 // on this response (S20).
 func replay(w http.ResponseWriter, resp Response) {
 	header := w.Header()
+	encoded := encodedOutside(header, resp.Header)
 	copyFields(header, resp.Header)
 	for name, values := range resp.AddedHeader {
 		header[name] = slices.Concat(header[name], values)
 	}
 	header[HeaderReplayed] = []string{"true"}
-	setContentLength(header, resp.Status, len(resp.Body), resp.Trailer)
+	if !encoded {
+		setContentLength(header, resp.Status, len(resp.Body), resp.Trailer)
+	}
 	addUndeclaredTrailers(header, header, resp.Trailer)
 	w.WriteHeader(resp.Status)
 	if len(resp.Body) > 0 && bodyAllowed(resp.Status) {
@@ -469,6 +475,13 @@ func setContentLength(header http.Header, status, length int, trailers http.Head
 		return
 	}
 	header["Content-Length"] = []string{strconv.Itoa(length)}
+}
+
+// encodedOutside reports whether an outer middleware encodes the body, whose length
+// is not the one on the wire then: the outer header names an encoding, and own, the
+// handler's fields, has no other in its place.
+func encodedOutside(outer, own http.Header) bool {
+	return len(outer["Content-Encoding"]) > 0 && len(own["Content-Encoding"]) == 0
 }
 
 // bodyAllowed reports whether a response of this status has a body (RFC 9110,

@@ -1,6 +1,7 @@
 package idempotency_test
 
 import (
+	"compress/gzip"
 	"context"
 	"errors"
 	"io"
@@ -272,6 +273,52 @@ func TestContentLengthIsComputed(t *testing.T) {
 	})
 	require.EqualValues(t, 100_000, w.first.length)
 	require.EqualValues(t, 100_000, w.replay.length)
+}
+
+// A gzipper compresses what is written, as a middleware in front of a guard does.
+type gzipper struct {
+	http.ResponseWriter
+	compressed *gzip.Writer
+}
+
+func (g gzipper) Write(p []byte) (int, error) { return g.compressed.Write(p) }
+
+func gzipped(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Encoding", "gzip")
+		compressed := gzip.NewWriter(w)
+		defer compressed.Close()
+		next.ServeHTTP(gzipper{w, compressed}, r)
+	})
+}
+
+// S20, S31: where a middleware in front encodes the body, nobody inside knows its
+// length.
+func TestNoContentLengthInsideOfAnEncoder(t *testing.T) {
+	text := strings.Repeat("hello ", 10_000)
+	forEachProtocol(t, func(t *testing.T, http2 bool) {
+		t.Helper()
+		m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
+		s := newSite(t, http2, gzipped(m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Type", "text/plain")
+			_, _ = io.WriteString(w, text)
+		}))))
+		for _, replayed := range []bool{false, true} {
+			a := s.do(t.Context(), call{})
+			require.NoError(t, a.err)
+			require.Equal(t, replayed, a.replayed())
+			require.True(t, a.body == text, len(a.body)) // the client has decoded it
+		}
+	})
+
+	t.Run("the handler encodes", func(t *testing.T) {
+		w := onTheWire(t, false, func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Encoding", "br")
+			_, _ = io.WriteString(w, text)
+		})
+		require.EqualValues(t, len(text), w.first.length)
+		require.EqualValues(t, len(text), w.replay.length)
+	})
 }
 
 // S31: as the bare server, a handler cannot write more than it declared.
