@@ -193,6 +193,7 @@ func (rec *recorder) seal(start []byte) {
 		return
 	}
 	rec.fixContentType(start)
+	rec.fixMarks()
 	rec.own, rec.added = ownFields(rec.frozen, rec.inner.Header(), rec.cookies)
 }
 
@@ -207,6 +208,19 @@ func (rec *recorder) fixContentType(start []byte) {
 		rec.frozen["Content-Type"] = []string{http.DetectContentType(start)}
 	} else if !rec.finished {
 		rec.frozen["Content-Type"] = nil // flushed before the first byte: none
+	}
+}
+
+// fixMarks leaves the marks of a guard as they are outside: this answer is neither
+// replayed nor unguarded, whatever the handler has copied from elsewhere.
+func (rec *recorder) fixMarks() {
+	outer := rec.inner.Header()
+	for _, name := range [...]string{HeaderReplayed, HeaderDeduplicated} {
+		if values, ok := outer[name]; ok {
+			rec.frozen[name] = values
+		} else {
+			delete(rec.frozen, name)
+		}
 	}
 }
 

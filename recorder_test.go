@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"maps"
 	"net/http"
 	"runtime"
 	"strconv"
@@ -217,6 +218,47 @@ func TestS20StoredIsWhatWasSent(t *testing.T) {
 		Trailer: http.Header{"X-Sum": {"1"}},
 		Body:    []byte("body"),
 	}, w.stored)
+}
+
+// S20, S09: whether an answer is replayed, or not deduplicated, is the guard's to
+// say. A handler that copies the header of an upstream does not say it for it.
+func TestS20MarksAreNotTheHandlers(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		outer  http.Header
+		stream bool
+		marks  []string // of the first answer: replayed, deduplicated
+	}{
+		{"held back", nil, false, []string{"", ""}},
+		{"streamed", nil, true, []string{"", ""}},
+		{"set outside", http.Header{idempotency.HeaderDeduplicated: {"false"}}, false, []string{"", "false"}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			forEachProtocol(t, func(t *testing.T, http2 bool) {
+				t.Helper()
+				m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
+				guarded := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+					w.Header().Set(idempotency.HeaderReplayed, "true")
+					w.Header().Set(idempotency.HeaderDeduplicated, "upstream")
+					w.WriteHeader(http.StatusCreated)
+					if tc.stream {
+						_ = http.NewResponseController(w).Flush()
+					}
+				}))
+				s := newSite(t, http2, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					maps.Copy(w.Header(), tc.outer)
+					guarded.ServeHTTP(w, r)
+				}))
+				first := s.do(t.Context(), call{})
+				require.Equal(t, http.StatusCreated, first.status)
+				require.Equal(t, tc.marks[0], first.header.Get(idempotency.HeaderReplayed))
+				require.Equal(t, tc.marks[1], first.header.Get(idempotency.HeaderDeduplicated))
+				retry := eventually(t, s)
+				require.True(t, retry.replayed())
+				require.Equal(t, tc.marks[1], retry.header.Get(idempotency.HeaderDeduplicated))
+			})
+		})
+	}
 }
 
 // S20: what is not stored of a header is not stored of the trailers either. The
