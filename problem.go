@@ -82,7 +82,9 @@ func RenderProblem(w http.ResponseWriter, _ *http.Request, p Problem) {
 		return
 	}
 	w.Header().Set("Content-Type", "application/problem+json")
-	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
+	if !encodedOutside(w.Header(), nil) {
+		w.Header().Set("Content-Length", strconv.Itoa(len(body)))
+	}
 	w.WriteHeader(p.Status)
 	_, _ = w.Write(body) // an error means that the client is gone
 }

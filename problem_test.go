@@ -559,3 +559,15 @@ func TestS33OtherTenantsDoNotShow(t *testing.T) {
 		})
 	}
 }
+
+// S32: inside of an encoder a problem does not send the length of its plain text.
+func TestS32ProblemInsideOfAnEncoder(t *testing.T) {
+	forEachProtocol(t, func(t *testing.T, http2 bool) {
+		t.Helper()
+		s := newSite(t, http2, gzipped(newMiddleware(t, noStore{}, idempotency.Config{}).Handler(http.HandlerFunc(echo))))
+		a := s.do(t.Context(), call{noKey: true})
+		require.NoError(t, a.err)
+		require.Equal(t, http.StatusBadRequest, a.status)
+		require.Equal(t, "missing-key", a.code(t))
+	})
+}
