@@ -81,7 +81,7 @@ func readUpTo(body io.Reader, limit, expected int64) (mem []byte, more bool, err
 		}
 		n, err := body.Read(mem[len(mem):cap(mem)])
 		mem = mem[:len(mem)+n]
-		if err == io.EOF { //nolint:errorlint // a reader ends with the very io.EOF; one that wraps it tells of a fault
+		if err == io.EOF { // a reader ends with the very io.EOF; one that wraps it tells of a fault
 			return mem, int64(len(mem)) > limit, nil
 		}
 		if err != nil {
