@@ -361,7 +361,11 @@ func (op *operation) tell(ctx context.Context, s settlement) error {
 	lease := op.lease()
 	switch s.end {
 	case endKeep:
-		return op.x.store.Complete(ctx, lease, s.response)
+		err := op.x.store.Complete(ctx, lease, s.response)
+		if errors.Is(err, ErrBadResponse) { // the operation is done all the same
+			err = op.x.store.Complete(ctx, lease, Response{Status: s.response.Status, NotReplayable: true})
+		}
+		return err
 	case endHold:
 		lease.Duration = 0
 		return op.x.store.Extend(ctx, lease)

@@ -53,7 +53,9 @@ type Store interface {
 	// Complete stores r as the outcome of the lease's operation and ends the lease.
 	// It returns [ErrLeaseLost] and touches nothing unless every key of the lease is
 	// in progress under its owner, be the lease's time over or not. Repeated by the
-	// owner that completed, it succeeds and changes nothing.
+	// owner that completed, it succeeds and changes nothing. An error that wraps
+	// [ErrBadResponse] says that the store cannot hold such an outcome; the caller then
+	// completes with its status alone, not replayable.
 	Complete(ctx context.Context, l Lease, r Response) error
 
 	// Release gives the keys of the lease up without an outcome. The records stay,
