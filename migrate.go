@@ -117,14 +117,18 @@ func (c PostgresConfig) migrate(ctx context.Context, db PostgresDB, migrations [
 	return tx.Commit(ctx)
 }
 
-// prepare makes tx the only migration of this table, and makes what the record of
+// migrationLock is the number of the advisory lock that migrations of one database
+// wait for, whatever their tables are: a schema may be new to several.
+const migrationLock = 0x6964656d706f74 // "idempot"
+
+// prepare makes tx the only migration of its database, and makes what the record of
 // its versions needs.
 func (c PostgresConfig) prepare(ctx context.Context, tx pgx.Tx) error {
 	// What another migration has committed while this one waited for it must be seen.
 	if _, err := tx.Exec(ctx, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"); err != nil {
 		return err
 	}
-	if _, err := tx.Exec(ctx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", "idempotency migration of "+c.table()); err != nil {
+	if _, err := tx.Exec(ctx, "SELECT pg_advisory_xact_lock($1)", int64(migrationLock)); err != nil {
 		return err
 	}
 	encoding, err := queryValue[string](ctx, tx, "SELECT current_setting('server_encoding')")

@@ -1,6 +1,7 @@
 package idempotency_test
 
 import (
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -29,6 +30,27 @@ func TestMigrateAtOnce(t *testing.T) {
 		pool := newPool(t, dbURL)
 		require.Equal(t, 1, queryOne[int](t, pool, "SELECT count(*) FROM new.idempotency_records_migrations"))
 		require.Equal(t, 0, queryOne[int](t, pool, "SELECT count(*) FROM new.idempotency_records"))
+	}
+}
+
+// Tables that share what has to be made, or are one under two names.
+func TestMigrateSeveralTablesAtOnce(t *testing.T) {
+	dbURL := pgtest.Database(t)
+	var configs []idempotency.PostgresConfig
+	for i := range 8 {
+		configs = append(configs, idempotency.PostgresConfig{Schema: "new", Table: strconv.Itoa(i)},
+			idempotency.PostgresConfig{}, idempotency.PostgresConfig{Schema: "public"})
+	}
+	errs := make([]error, len(configs))
+	var wg sync.WaitGroup
+	for i, cfg := range configs {
+		pool := newPool(t, dbURL)
+		require.NoError(t, pool.Ping(t.Context()))
+		wg.Go(func() { errs[i] = idempotency.MigrateWith(t.Context(), pool, cfg) })
+	}
+	wg.Wait()
+	for _, err := range errs {
+		require.NoError(t, err)
 	}
 }
 

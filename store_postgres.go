@@ -34,8 +34,8 @@ var (
 // A PostgresStore is a [Store] in a table of PostgreSQL 14 or later, for any
 // number of processes. [Migrate] makes the table.
 //
-// A claim that wins is one round trip and one commit, and so is the settlement of
-// its outcome. A claim that meets a record which is not free (a replay, a request
+// A claim of a new key is one round trip and one commit, and so is the settlement
+// of its outcome; taking over a record takes one round trip more. A claim that meets a record which is not free (a replay, a request
 // in flight, another payload) is one round trip that writes nothing (S36). Every
 // time is the database's (S28).
 //
@@ -63,10 +63,10 @@ func NewPostgresStoreWith(db PostgresDB, cfg PostgresConfig) *PostgresStore {
 // CheckConfig implements [ConfigChecker].
 func (s *PostgresStore) CheckConfig() error { return errors.Join(s.faults...) }
 
-// maxClaimTries bounds one call of Claim. Each try that does not decide comes
-// from another claim that did, or from a connection that broke; a pool may hold
-// many such after a failover.
-const maxClaimTries = 20
+// maxTries bounds one call. Each try that does not decide comes from another
+// process that was faster, or from a connection that broke; a pool may hold many
+// such after a failover.
+const maxTries = 20
 
 // Claim implements [Store]. Where a rival was faster, or the connection broke,
 // it looks again, with the same owner, until it knows how the record stands.
@@ -76,7 +76,7 @@ func (s *PostgresStore) Claim(ctx context.Context, c Claim) (Record, error) {
 	}
 	args := claimArgs(c)
 	var err error
-	for range maxClaimTries {
+	for range maxTries {
 		var rec Record
 		rec, err = s.tryClaim(ctx, c, args)
 		if err == nil {
@@ -189,11 +189,18 @@ func (s *PostgresStore) DeleteExpired(ctx context.Context, limit int) (int, erro
 	if err := errors.Join(s.faults...); err != nil || limit <= 0 {
 		return 0, err
 	}
-	tag, err := s.db.Exec(ctx, s.sql.deleteExpired, int64(limit))
-	if err != nil {
-		return 0, postgresError("delete expired records", err)
+	var err error
+	for range maxTries {
+		var tag pgconn.CommandTag
+		tag, err = s.db.Exec(ctx, s.sql.deleteExpired, int64(limit))
+		if err == nil {
+			return int(tag.RowsAffected()), nil
+		}
+		if !isConflict(err) || ctx.Err() != nil {
+			break
+		}
 	}
-	return int(tag.RowsAffected()), nil
+	return 0, postgresError("delete expired records", err)
 }
 
 // A change is what the owner of a lease does to its records.

@@ -2,6 +2,7 @@ package idempotency
 
 import (
 	"fmt"
+	"reflect"
 	"strings"
 	"unicode/utf8"
 
@@ -77,9 +78,10 @@ func checkPostgresName(name string, limit int) string {
 // concurrent requests would meet on it, and inside a transaction none would be
 // committed.
 func checkPostgresDB(db PostgresDB) string {
-	switch db.(type) {
-	case nil:
+	if v := reflect.ValueOf(db); !v.IsValid() || v.Kind() == reflect.Pointer && v.IsNil() {
 		return "is required"
+	}
+	switch db.(type) {
 	case interface{ PgConn() *pgconn.PgConn }, interface{ Conn() *pgx.Conn }:
 		return "is a single connection or a transaction: a pool is required"
 	}

@@ -1,6 +1,8 @@
 package idempotency
 
 import (
+	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -18,7 +20,7 @@ const (
 	codeUndefinedColumn      = "42703"
 )
 
-// isTransient reports whether a claim that failed so should be tried again at
+// isTransient reports whether a statement that failed so should be tried again at
 // once: a rival was faster, the server says that the statement did nothing, or
 // the connection broke and it is not known what the statement did. A server that
 // accepts no connection, refuses to write, or takes too long is down.
@@ -37,15 +39,25 @@ func isTransient(err error) bool {
 }
 
 func isServerTransient(err *pgconn.PgError) bool {
-	switch err.Code {
-	case codeUniqueViolation, codeSerializationFailure, codeDeadlockDetected:
+	if err.Code == codeUniqueViolation || isConflict(err) {
 		return true
 	}
-	// An administrator, a crash or a pooler ended the session.
-	return err.SeverityUnlocalized == "FATAL" || err.SeverityUnlocalized == "PANIC"
+	// An administrator, a crash or a pooler ended the session. pgbouncer sends no
+	// other severity than this one.
+	severity := cmp.Or(err.SeverityUnlocalized, err.Severity)
+	return severity == "FATAL" || severity == "PANIC"
+}
+
+// isConflict reports whether the server undid a statement because of another one.
+func isConflict(err error) bool {
+	var server *pgconn.PgError
+	return errors.As(err, &server) && (server.Code == codeSerializationFailure || server.Code == codeDeadlockDetected)
 }
 
 func isBrokenConnection(err error) bool {
+	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
+		return false // of a pool with a deadline of its own
+	}
 	var network net.Error
 	return pgconn.SafeToRetry(err) || errors.Is(err, pgconn.ErrConnClosed) || errors.As(err, &network) ||
 		errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, net.ErrClosed)

@@ -80,7 +80,9 @@ const (
 
 	releaseSQL = `UPDATE {table} SET status = 'released' ` + ownedSQL
 
-	extendSQL = `UPDATE {table} SET lease_expires_at = now() + $8::interval ` + ownedSQL
+	// extendSQL reads the clock when it has the record, not when it began: of two
+	// renewals, the older one may have waited and be the last to write.
+	extendSQL = `UPDATE {table} SET lease_expires_at = clock_timestamp() + $8::interval ` + ownedSQL
 
 	// settledSQL finds what an owner has settled before, as $8.
 	settledSQL = `SELECT FROM {table} WHERE {key} AND owner = $7 AND status = $8`

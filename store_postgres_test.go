@@ -3,7 +3,9 @@ package idempotency_test
 import (
 	"context"
 	"fmt"
+	"io"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -309,6 +311,7 @@ func TestPostgresStoreRefusesWhatIsNoPool(t *testing.T) {
 		reason string
 	}{
 		{"nothing", nil, "is required"},
+		{"no pool", (*pgxpool.Pool)(nil), "is required"},
 		{"a connection", conn.Conn(), "single connection"},
 		{"a connection of a pool", conn, "single connection"},
 		{"a transaction", tx, "single connection"},
@@ -394,4 +397,170 @@ func TestS35PostgresDamagedRecord(t *testing.T) {
 			require.ErrorContains(t, err, tt.want)
 		})
 	}
+}
+
+// Where a server lets the reading half see what the inserting half did (Citus),
+// the row of the claim's own owner decides.
+func TestPostgresClaimWithTwoRows(t *testing.T) {
+	pool := migrated(t)
+	c := memoryClaim(t, "k")
+	const row = `SELECT $1::uuid, 'in_progress', false, '\x00'::bytea, $2::int, 60000000::bigint,
+		NULL::int, NULL::bytea, NULL::bytea, NULL::bytea, false`
+	sql := strings.Replace(row, "$1", "'"+uuid.NewString()+"'", 1) + " UNION ALL " + strings.Replace(row, "$1", "'"+c.Owner.String()+"'", 1)
+	sql = strings.Replace(strings.Replace(sql, "$2", "7", 1), "$2", "2", 1)
+	r, err := idempotency.NewPostgresStore(cannedDB{PostgresDB: pool, sql: sql}).Claim(t.Context(), c)
+	require.NoError(t, err)
+	require.Equal(t, idempotency.Record{State: idempotency.StateClaimed, Fingerprint: c.Fingerprint, Attempt: 2}, r)
+}
+
+// A cannedDB answers all queries with one.
+type cannedDB struct {
+	idempotency.PostgresDB
+	sql string
+}
+
+func (db cannedDB) Query(ctx context.Context, _ string, _ ...any) (pgx.Rows, error) {
+	return db.PostgresDB.Query(ctx, db.sql)
+}
+
+// S36: leases that name the same keys in other orders do not wait for each other.
+func TestS36PostgresSeveralKeysDoNotDeadlock(t *testing.T) {
+	pool := migrated(t)
+	store := idempotency.NewPostgresStore(pool)
+	owner := uuid.New()
+	var keys []idempotency.ScopedKey
+	for i := range 8 {
+		c := memoryClaim(t, strconv.Itoa(i))
+		c.Owner = owner
+		_, err := store.Claim(t.Context(), c)
+		require.NoError(t, err)
+		keys = append(keys, c.Key)
+	}
+	reversed := slices.Clone(keys)
+	slices.Reverse(reversed)
+	var wg sync.WaitGroup
+	for i := range 8 {
+		l := idempotency.Lease{Keys: keys, Owner: owner, Duration: memoryLease}
+		if i%2 == 1 {
+			l.Keys = reversed
+		}
+		wg.Go(func() {
+			for range 50 {
+				if !noError(t, store.Extend(t.Context(), l)) {
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// What ends a session is not known to have done anything, or nothing: the claim
+// is made again. A pooler names the severity in one of the two places only. A
+// deadline of the pool's own is none of it.
+func TestPostgresClaimIsMadeAgain(t *testing.T) {
+	pool := migrated(t)
+	for _, tt := range []struct {
+		err   error
+		calls int64
+	}{
+		{&pgconn.PgError{Severity: "FATAL", Code: "08P01"}, 2},
+		{&pgconn.PgError{Severity: "FATALE", SeverityUnlocalized: "FATAL", Code: "57P01"}, 2},
+		{&pgconn.PgError{Severity: "ERROR", SeverityUnlocalized: "ERROR", Code: "40P01"}, 2},
+		{&pgconn.PgError{Severity: "ERROR", SeverityUnlocalized: "ERROR", Code: "23505"}, 2},
+		{io.ErrUnexpectedEOF, 2},
+		{&pgconn.PgError{Severity: "ERROR", SeverityUnlocalized: "ERROR", Code: "57014"}, 1},
+		{&pgconn.ConnectError{}, 1},
+		{context.DeadlineExceeded, 1},
+	} {
+		db := &failingDB{spyDB: spyDB{PostgresDB: pool}, err: tt.err}
+		_, err := idempotency.NewPostgresStore(db).Claim(t.Context(), memoryClaim(t, uuid.NewString()))
+		require.Equal(t, tt.calls, db.queries.Load(), "%#v", tt.err)
+		require.Equal(t, tt.calls == 1, err != nil)
+	}
+}
+
+// A failingDB fails its first query.
+type failingDB struct {
+	spyDB
+	err error
+}
+
+func (db *failingDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	if db.queries.Load() == 0 {
+		db.queries.Add(1)
+		return nil, db.err
+	}
+	return db.spyDB.Query(ctx, sql, args...)
+}
+
+// S29: sweeps beside each other do not fail where transactions are strict.
+func TestS29PostgresSweepsAtOnce(t *testing.T) {
+	for _, level := range []string{"read committed", "repeatable read", "serializable"} {
+		t.Run(level, func(t *testing.T) {
+			pool := migrated(t, withSetting("default_transaction_isolation", level))
+			store := idempotency.NewPostgresStore(pool)
+			const records = 400
+			for i := range records {
+				_, err := store.Claim(t.Context(), memoryClaim(t, strconv.Itoa(i)))
+				require.NoError(t, err)
+			}
+			advance(t, pool, "idempotency_records", memoryTTL)
+			var deleted atomic.Int64
+			var wg sync.WaitGroup
+			for range 4 {
+				wg.Go(func() {
+					for n := 1; n > 0; {
+						var err error
+						if n, err = store.DeleteExpired(t.Context(), 5); !noError(t, err) {
+							return
+						}
+						deleted.Add(int64(n))
+					}
+				})
+			}
+			wg.Wait()
+			require.EqualValues(t, records, deleted.Load())
+		})
+	}
+}
+
+// S27: a renewal that had to wait ends no lease before its owner believes.
+func TestS27PostgresLateRenewalDoesNotShorten(t *testing.T) {
+	pool := migrated(t)
+	store := idempotency.NewPostgresStore(pool)
+	c := memoryClaim(t, "k")
+	_, err := store.Claim(t.Context(), c)
+	require.NoError(t, err)
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	_, err = tx.Exec(t.Context(), "LOCK TABLE idempotency_records IN ACCESS EXCLUSIVE MODE")
+	require.NoError(t, err)
+	done := make(chan error)
+	go func() { done <- store.Extend(t.Context(), memoryLeaseOf(c)) }()
+	awaitBlocked(t, pool)
+	waiting := queryOne[time.Time](t, pool, "SELECT now()")
+	require.NoError(t, tx.Commit(t.Context()))
+	require.NoError(t, <-done)
+	end := queryOne[time.Time](t, pool, "SELECT lease_expires_at FROM idempotency_records")
+	require.False(t, end.Before(waiting.Add(memoryLease)), "counted from before it waited")
+}
+
+// S23: an outcome that a store cannot encode is done all the same, and does not
+// run again.
+func TestS23PostgresOutcomeThatCannotBeStored(t *testing.T) {
+	pool := migrated(t)
+	s := newPGSite(t, pool, idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
+		for i := range idempotency.MaxFieldValues + 1 {
+			w.Header().Add("Link", strconv.Itoa(i))
+		}
+		w.WriteHeader(http.StatusCreated)
+	})
+	first := s.created(t, call{}, false)
+	require.Len(t, first.header["Link"], idempotency.MaxFieldValues+1)
+	retry := s.do(t.Context(), call{})
+	require.Equal(t, http.StatusConflict, retry.status)
+	require.Equal(t, string(idempotency.CodeNotReplayable), retry.code(t))
+	require.EqualValues(t, 1, s.runs.Load())
+	s.settled(t)
 }

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"syscall"
 	"testing"
 	"time"
@@ -169,7 +170,7 @@ func startServer(ctx context.Context, settings ...string) (*Server, error) {
 // enough for a socket.
 func newDir(ctx context.Context, a account) (string, error) {
 	var errs []error
-	for _, base := range []string{os.TempDir(), "/tmp", "/var/tmp"} {
+	for _, base := range slices.Compact([]string{os.TempDir(), "/tmp", "/var/tmp"}) {
 		dir, err := os.MkdirTemp(base, "pgtest-")
 		if err != nil {
 			errs = append(errs, err)
