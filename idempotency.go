@@ -14,8 +14,8 @@
 //	header → scope → fingerprint → claim → run → record → settle → answer
 //
 // [New] makes a [Middleware] from a [Store], which is a [PostgresStore] in
-// production, and a [Config]; [Middleware.Handler] guards a handler. A handler that wants to know more about the operation it
-// runs for asks [FromContext].
+// production, and a [Config]; [Middleware.Handler] guards a handler. A handler that
+// wants to know more about the operation it runs for asks [FromContext].
 //
 // # What is guaranteed, and what is not
 //

@@ -35,9 +35,10 @@ var (
 // number of processes. [Migrate] makes the table.
 //
 // A claim of a new key is one round trip and one commit, and so is the settlement
-// of its outcome; taking over a record takes one round trip more. A claim that meets a record which is not free (a replay, a request
-// in flight, another payload) is one round trip that writes nothing (S36). Every
-// time is the database's (S28).
+// of its outcome; taking over a record takes one round trip more. A claim that
+// meets a record which is not free (a replay, a request in flight, another
+// payload) is one round trip that writes nothing (S36). Every time is the
+// database's (S28).
 //
 // It starts no goroutine: expired records stay until [PostgresStore.DeleteExpired]
 // is called. It is safe for concurrent use. Make one with [NewPostgresStore] or
@@ -186,7 +187,7 @@ func (s *PostgresStore) Extend(ctx context.Context, l Lease) error {
 // DeleteExpired implements [ExpiredDeleter]. A limit of zero or less deletes
 // nothing. Records that a claim is at are left to it.
 func (s *PostgresStore) DeleteExpired(ctx context.Context, limit int) (int, error) {
-	if err := errors.Join(s.faults...); err != nil || limit <= 0 {
+	if err := s.CheckConfig(); err != nil || limit <= 0 {
 		return 0, err
 	}
 	var err error
@@ -213,15 +214,14 @@ type change struct {
 
 // settle makes a change to all records of a lease, or to none.
 func (s *PostgresStore) settle(ctx context.Context, l Lease, c change) error {
-	keys := slices.Clone(l.Keys)
-	slices.SortFunc(keys, ScopedKey.compare) // as every writer locks them, so that no two wait for each other
-	keys = slices.Compact(keys)
-
+	keys := l.Keys
 	var done int
 	var err error
 	if len(keys) == 1 {
 		done, err = s.changeAll(ctx, s.db, keys, l.Owner, c)
 	} else {
+		// In the order in which every writer locks them, so that no two wait for each other.
+		keys = slices.Compact(slices.SortedFunc(slices.Values(keys), ScopedKey.compare))
 		done, err = s.changeInTx(ctx, keys, l.Owner, c)
 	}
 	if err != nil {
