@@ -128,30 +128,3 @@ func sleep(ctx context.Context, d time.Duration) bool {
 		return false
 	}
 }
-
-// How long a waiting retry leaves between two looks at the record.
-const (
-	firstLook = 10 * time.Millisecond
-	lastLook  = 500 * time.Millisecond
-)
-
-// A wait is a retry that waits for the execution it met instead of being told
-// to come back (S21).
-type wait struct {
-	until time.Time
-	looks *backoff
-}
-
-func newWait(limit time.Duration) *wait {
-	return &wait{until: now().Add(limit), looks: newBackoff(firstLook, lastLook)}
-}
-
-// next waits until it is time for the next look. It reports false when waiting is
-// over: the limit is reached, or ctx ended.
-func (w *wait) next(ctx context.Context) bool {
-	left := w.until.Sub(now())
-	if left <= 0 {
-		return false
-	}
-	return sleep(ctx, min(w.looks.next(), left)) // the last look is at the limit
-}

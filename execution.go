@@ -86,12 +86,13 @@ type executor struct {
 	lease        time.Duration
 	storeTimeout time.Duration
 	maxExecution time.Duration // 0: unlimited
-	wait         time.Duration // 0: no waiting
+	wait         time.Duration // how long a retry waits for what it finds running
 	hold         bool
 	outlive      bool // executions outlive their caller
 	logger       *slog.Logger
 	onEvent      func(context.Context, Event)
 	background   *background
+	watches      watches
 }
 
 // A payload is what an executor must know of a request: its fingerprint, and
@@ -100,6 +101,34 @@ type payload struct {
 	fingerprint Fingerprint
 	// equal also returns the payload's fingerprint by the record's scheme.
 	equal func(record Fingerprint) (same bool, byScheme Fingerprint, err error)
+}
+
+// errUnclaimed is a store that does not keep its contract.
+var errUnclaimed = errors.New("idempotency: store left a record unclaimed for its own fingerprint")
+
+// judge returns what a record means for the payload whose claim, made with the
+// fingerprint claimed, met it. No verdict says to claim again, with the fingerprint
+// that comes along.
+func (p payload) judge(rec Record, claimed Fingerprint) (verdict, Fingerprint, error) {
+	if rec.State == StateClaimed {
+		return verdictRun, claimed, nil
+	}
+	same, byScheme, err := p.equal(rec.Fingerprint)
+	switch {
+	case err != nil:
+		return 0, claimed, err
+	case !same:
+		return verdictReused, claimed, nil
+	case rec.State == StateCompleted:
+		return verdictReplay, claimed, nil
+	case rec.State == StateInProgress:
+		return verdictInFlight, claimed, nil
+	case byScheme != claimed:
+		return 0, byScheme, nil // free for this payload, but bound by an earlier scheme
+	case rec.State == StateAbandoned:
+		return verdictUnknown, claimed, nil
+	}
+	return 0, claimed, fmt.Errorf("%w: %v", errUnclaimed, rec.State)
 }
 
 // A verdict says what is to be done about a request.
@@ -118,49 +147,38 @@ const (
 // verdictRun comes the operation, which must be settled; with verdictReplay the
 // record. An error is the store's, or the payload's.
 func (x *executor) begin(ctx context.Context, key ScopedKey, p payload) (verdict, Record, *operation, error) {
-	var waiting *wait
-	for fp := p.fingerprint; ; {
-		rec, op, err := x.claim(ctx, key, fp)
+	fp := p.fingerprint
+	rec, op, err := x.claim(ctx, key, fp)
+	var waiting *waiter
+	for {
 		switch {
+		case errors.Is(err, errWaitOver) && isOver(ctx):
+			return verdictGone, rec, nil, nil
 		case err != nil && waiting != nil:
 			return verdictInFlight, rec, nil, nil // it was running a moment ago, and must not be run beside that
 		case err != nil:
 			return 0, rec, nil, err
 		}
-		if rec.State == StateClaimed {
-			if op == nil {
-				return verdictGone, rec, nil, nil
-			}
-			return verdictRun, rec, op, nil
-		}
-		same, byScheme, err := p.equal(rec.Fingerprint)
-		if err != nil {
-			return 0, rec, nil, err
-		}
+		decided, byScheme, fault := p.judge(rec, fp)
 		switch {
-		case !same:
-			return verdictReused, rec, nil, nil
-		case rec.State == StateCompleted:
-			return verdictReplay, rec, nil, nil
-		case rec.State == StateInProgress:
+		case errors.Is(fault, errUnclaimed):
+			x.fault(ctx, "claim", key, fault)
+			return 0, rec, nil, fault
+		case fault != nil:
+			return 0, rec, nil, fault
+		case decided == verdictRun && op == nil:
+			return verdictGone, rec, nil, nil
+		case decided == verdictInFlight && x.wait > 0:
 			if waiting == nil {
-				waiting = newWait(x.wait)
+				waiting = x.watches.join(key, x.wait)
+				defer waiting.leave()
 			}
-			switch {
-			case waiting.next(ctx):
-			case isOver(ctx):
-				return verdictGone, rec, nil, nil
-			default:
-				return verdictInFlight, rec, nil, nil
-			}
-		case byScheme != fp:
-			fp = byScheme // free for this payload, but bound by an earlier scheme
-		case rec.State == StateAbandoned:
-			return verdictUnknown, rec, nil, nil
+			rec, op, err = waiting.next(ctx, fp, func(fp Fingerprint) (Record, *operation, error) { return x.claim(ctx, key, fp) })
+		case decided == 0:
+			fp = byScheme
+			rec, op, err = x.claim(ctx, key, fp)
 		default:
-			err := fmt.Errorf("idempotency: store left a %v record unclaimed for its own fingerprint", rec.State)
-			x.fault(ctx, "claim", key, err)
-			return 0, rec, nil, err
+			return decided, rec, op, nil
 		}
 	}
 }

@@ -330,6 +330,7 @@ func (g *execRig) check() {
 		g.t.Errorf("S46: %d requests, but %d events", g.requests.Load(), own)
 	}
 	execRequireAnonymous(g.t, g.logged())
+	require.Zero(g.t, idempotency.WatchedKeys(g.m))
 }
 
 func execRequireAnonymous(t *testing.T, text string) {
@@ -415,7 +416,10 @@ func (g *execRig) start(r *http.Request) (await func() execAnswer) {
 	done := make(chan struct{})
 	var a execAnswer
 	go func() {
-		defer close(done)
+		defer func() {
+			a.took = time.Since(started)
+			close(done)
+		}()
 		g.handler.ServeHTTP(w, r)
 		a.returned = true
 	}()
@@ -425,7 +429,6 @@ func (g *execRig) start(r *http.Request) (await func() execAnswer) {
 		body, err := io.ReadAll(resp.Body)
 		require.NoError(g.t, err)
 		a.status, a.header, a.body = resp.StatusCode, resp.Header, string(body)
-		a.took = time.Since(started)
 		return a
 	}
 }
@@ -587,143 +590,6 @@ func TestS18OtherPayloadWhileFirstRuns(t *testing.T) {
 		first().requireRun(t, http.StatusCreated, "run 1")
 		g.serve("b").requireProblem(t, http.StatusUnprocessableEntity, idempotency.CodeKeyReused)
 		require.Equal(t, []int{1}, g.ran())
-	})
-}
-
-func execWaiting(limit time.Duration) func(*idempotency.Config) {
-	return func(c *idempotency.Config) { c.WaitInFlight = limit }
-}
-
-// S21: a waiting retry gets the outcome soon after it is stored.
-func TestS21WaitReplays(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		g := newExecRig(t, execRuns(3*time.Second, http.StatusCreated), execWaiting(10*time.Second))
-		first := g.start(execRequest(t.Context(), "a"))
-		time.Sleep(time.Second)
-		retry := g.serve("a")
-		retry.requireReplay(t, first())
-		require.GreaterOrEqual(t, retry.took, 2*time.Second)
-		require.LessOrEqual(t, retry.took, 2*time.Second+500*time.Millisecond)
-		require.Equal(t, retry.took, g.last().ClaimTime, "S46: waiting is part of the claim's time")
-		require.Equal(t, []int{1}, g.ran())
-	})
-}
-
-// S21: at its limit a waiting retry gets 409. While it waits, it looks at the
-// record no oftener than it must.
-func TestS21WaitEndsAtItsLimit(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		const limit = time.Minute
-		g := newExecRig(t, execRuns(90*time.Second, http.StatusCreated), execWaiting(limit))
-		first := g.start(execRequest(t.Context(), "a"))
-		synctest.Wait()
-		started := time.Now()
-		retry := g.serve("a")
-		retry.requireInFlight(t)
-		require.Equal(t, limit, retry.took)
-
-		looks, late := 0, 0
-		for _, c := range g.store.seen(execClaim)[1:] {
-			looks++
-			if c.at.Sub(started) > limit-time.Second {
-				late++
-			}
-		}
-		require.Greater(t, looks, int(limit/(600*time.Millisecond)))
-		require.Less(t, looks, int(limit/(250*time.Millisecond))+10)
-		require.LessOrEqual(t, late, 5, "no haste at the end")
-		first().requireRun(t, http.StatusCreated, "run 1")
-	})
-}
-
-// S21: a waiting retry whose client leaves waits no longer, and claims nothing.
-func TestS21WaitEndsWithItsClient(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		g := newExecRig(t, execRuns(3*time.Second, http.StatusServiceUnavailable, http.StatusCreated), execWaiting(time.Minute))
-		first := g.start(execRequest(t.Context(), "a"))
-		synctest.Wait()
-		ctx, hangUp := context.WithCancel(t.Context())
-		time.AfterFunc(time.Second+time.Millisecond, hangUp)
-		retry := g.start(execRequest(ctx, "a"))()
-		require.Equal(t, time.Second+time.Millisecond, retry.took)
-		retry.requireProblem(t, http.StatusServiceUnavailable, idempotency.CodeRetry)
-
-		looks := g.store.count(execClaim)
-		first().requireRun(t, http.StatusServiceUnavailable, "run 1")
-		time.Sleep(time.Hour)
-		require.Equal(t, looks, g.store.count(execClaim))
-		require.Len(t, g.store.won(), 1)
-		require.Equal(t, 1, g.store.count(execRelease), "the first one's")
-		g.serve("a").requireRun(t, http.StatusCreated, "run 2")
-	})
-}
-
-// S21, S24: when the first execution is released, one of those that wait runs as
-// the next attempt, and the others get its outcome.
-func TestS21WaitersAfterRelease(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		g := newExecRig(t, execRuns(3*time.Second, http.StatusServiceUnavailable, http.StatusCreated), execWaiting(time.Minute))
-		first := g.start(execRequest(t.Context(), "a"))
-		synctest.Wait()
-		waiters := g.startMany(20)
-		first().requireRun(t, http.StatusServiceUnavailable, "run 1")
-		ran := 0
-		for _, a := range waiters() {
-			require.Equal(t, http.StatusCreated, a.status)
-			require.Equal(t, "run 2", a.body)
-			if a.header.Get(idempotency.HeaderReplayed) == "" {
-				ran++
-			}
-		}
-		require.Equal(t, 1, ran)
-		require.Equal(t, []int{1, 2}, g.ran())
-	})
-}
-
-// S21, S27: when the process of the first execution has died, one of those that
-// wait takes over as soon as the lease is over.
-func TestS21WaiterTakesOver(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		g := newExecRig(t, execRuns(0, http.StatusCreated), execWaiting(time.Minute))
-		g.crash(false)
-		retry := g.serve("a")
-		retry.requireRun(t, http.StatusCreated, "run 1")
-		require.GreaterOrEqual(t, retry.took, execLease)
-		require.LessOrEqual(t, retry.took, execLease+500*time.Millisecond)
-		require.Equal(t, []int{2}, g.ran())
-	})
-}
-
-// S21, S30: a store that fails while a retry waits is no reason to run beside the
-// first one, not even where requests run unguarded for want of a store.
-func TestS21StoreDownWhileWaiting(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		g := newExecRig(t, execRuns(5*time.Second, http.StatusCreated), func(c *idempotency.Config) {
-			c.WaitInFlight = time.Minute
-			c.UnguardedWhenStoreDown = true
-		})
-		first := g.start(execRequest(t.Context(), "a"))
-		synctest.Wait()
-		retry := g.start(execRequest(t.Context(), "a"))
-		synctest.Wait()
-		g.store.on(execClaim, execFail)
-		retry().requireInFlight(t)
-		require.Equal(t, 1, g.countEvents(idempotency.EventStoreFault))
-		first().requireRun(t, http.StatusCreated, "run 1")
-		require.Equal(t, []int{1}, g.ran())
-	})
-}
-
-// S18, S21: another payload is refused at once, also where retries wait.
-func TestS21OtherPayloadDoesNotWait(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		g := newExecRig(t, execRuns(3*time.Second, http.StatusCreated), execWaiting(time.Minute))
-		first := g.start(execRequest(t.Context(), "a"))
-		synctest.Wait()
-		other := g.serve("b")
-		other.requireProblem(t, http.StatusUnprocessableEntity, idempotency.CodeKeyReused)
-		require.Zero(t, other.took)
-		first().requireRun(t, http.StatusCreated, "run 1")
 	})
 }
 
@@ -1395,7 +1261,7 @@ func TestS30StoreBreaksItsContract(t *testing.T) {
 		g := newExecRigOn(newExecStore(t, execBrokenStore{}), execRuns(0, http.StatusCreated), nil)
 		g.serve("a").requireProblem(t, http.StatusServiceUnavailable, idempotency.CodeStoreUnavailable)
 		require.Equal(t, []idempotency.EventKind{idempotency.EventStoreFault, idempotency.EventRefused}, g.kinds())
-		require.Contains(t, g.logged(), "released record unclaimed")
+		require.Contains(t, g.logged(), "unclaimed for its own fingerprint: released")
 		require.Empty(t, g.ran())
 	})
 }

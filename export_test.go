@@ -17,3 +17,10 @@ const (
 	MaxFieldValues    = maxFieldValues
 	MaxResponseBody   = maxResponseBody
 )
+
+// WatchedKeys returns how many records the retries of m wait for.
+func WatchedKeys(m *Middleware) int {
+	m.exec.watches.mu.Lock()
+	defer m.exec.watches.mu.Unlock()
+	return len(m.exec.watches.byKey)
+}

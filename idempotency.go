@@ -116,7 +116,9 @@ type Config struct {
 	// up, so that what was begun is finished (S26).
 	HandlerOutlivesClient bool
 	// WaitInFlight lets a retry that meets a running execution wait this long for its
-	// outcome instead of getting 409 in-flight at once (S21). Default: 0, no waiting.
+	// outcome instead of getting 409 in-flight at once (S21). However many wait for one
+	// operation, its record is looked at by one of them at a time, after a moment only
+	// a few times a second. Default: 0, no waiting.
 	WaitInFlight time.Duration
 
 	// StoreTimeout bounds each call to the store, and how long an answer waits for a
