@@ -2,9 +2,11 @@ package idempotency_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -546,6 +548,37 @@ func TestS27HoldAbandonedProcessDies(t *testing.T) {
 			})
 		})
 	}
+}
+
+// S27: a renewal that was still on its way when the execution broke off does not
+// put off what its retries are told.
+func TestS27HoldOutlastsLateRenewal(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		arrived := make(chan struct{})
+		handler := func(http.ResponseWriter, *http.Request) {
+			time.Sleep(execLease/3 + time.Second)
+			panic(errExecStore)
+		}
+		g := newExecRig(t, handler, func(c *idempotency.Config) { c.HoldAbandoned = true })
+		g.store.on(execExtend, execFirst(func(_ context.Context, _ execCall, apply func() error) error {
+			defer close(arrived)
+			time.Sleep(3 * time.Second)
+			err := apply()
+			if !errors.Is(err, idempotency.ErrLeaseLost) {
+				t.Errorf("the late renewal got %v", err)
+			}
+			return err
+		}))
+		require.Panics(t, func() {
+			g.requests.Add(1)
+			g.handler.ServeHTTP(httptest.NewRecorder(), execRequest(t.Context(), "a"))
+		})
+		g.serve("a").requireProblem(t, http.StatusConflict, idempotency.CodeOutcomeUnknown)
+		<-arrived
+		g.serve("a").requireProblem(t, http.StatusConflict, idempotency.CodeOutcomeUnknown)
+		require.Equal(t, 2, g.store.count(execExtend))
+		require.Zero(t, g.countEvents(idempotency.EventLeaseLost))
+	})
 }
 
 // S27: also where nothing may run twice, a claim that nobody ran is released.

@@ -66,7 +66,8 @@ type Store interface {
 	// Extend makes the lease end l.Duration from now. A Duration of zero ends it
 	// now: the record is abandoned. It returns [ErrLeaseLost] and touches nothing
 	// unless every key of the lease is in progress under its owner, be the lease's
-	// time over or not.
+	// time over or not. A held record that is abandoned stays so, whatever renewal
+	// was still on its way: for it, a Duration other than zero gets ErrLeaseLost.
 	Extend(ctx context.Context, l Lease) error
 }
 

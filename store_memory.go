@@ -158,7 +158,13 @@ func (s *MemoryStore) Extend(ctx context.Context, l Lease) error {
 	if !s.all(l, StateInProgress) {
 		return ErrLeaseLost
 	}
-	end := s.now().Add(l.Duration)
+	now := s.now()
+	end := now.Add(l.Duration)
+	for _, k := range l.Keys {
+		if r := s.records[k]; r.held && !r.live(now) && l.Duration > 0 {
+			return ErrLeaseLost
+		}
+	}
 	for _, k := range l.Keys {
 		r := s.records[k]
 		r.leaseEnd = end

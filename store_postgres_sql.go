@@ -81,8 +81,10 @@ const (
 	releaseSQL = `UPDATE {table} SET status = 'released' ` + ownedSQL
 
 	// extendSQL reads the clock when it has the record, not when it began: of two
-	// renewals, the older one may have waited and be the last to write.
-	extendSQL = `UPDATE {table} SET lease_expires_at = clock_timestamp() + $8::interval ` + ownedSQL
+	// renewals, the older one may have waited and be the last to write. One that
+	// waited for an end of a lease that is held comes too late.
+	extendSQL = `UPDATE {table} SET lease_expires_at = clock_timestamp() + $8::interval ` + ownedSQL + `
+	AND (NOT held OR $8::interval = '0' OR lease_expires_at > clock_timestamp())`
 
 	// settledSQL finds what an owner has settled before, as $8.
 	settledSQL = `SELECT FROM {table} WHERE {key} AND owner = $7 AND status = $8`

@@ -339,6 +339,11 @@ func (s *brokenStore) Extend(ctx context.Context, l idempotency.Lease) error {
 	defer s.mu.Unlock()
 	for _, k := range l.Keys {
 		if s.owns(l, k, idempotency.StateInProgress, idempotency.StateInProgress) {
+			r := s.rows[s.key(k)]
+			over := r.held && !s.clock.Now().Before(r.leaseEnd) && l.Duration > 0
+			if over && !s.has("extension revives a held record") {
+				return idempotency.ErrLeaseLost
+			}
 			continue
 		}
 		if s.has("extension revives") && s.owns(l, k, idempotency.StateReleased, idempotency.StateInProgress) {

@@ -30,6 +30,8 @@ const (
 	extendZero  = "A Duration of zero ends it now: the record is abandoned."
 	extendLost  = "It returns ErrLeaseLost and touches nothing unless every key of the lease is in progress under its owner, be the " +
 		"lease's time over or not."
+	extendHeld = "A held record that is abandoned stays so, whatever renewal was still on its way: for it, a Duration other " +
+		"than zero gets ErrLeaseLost."
 
 	sweepCounts = "DeleteExpired deletes at most limit expired records and returns how many."
 	sweepSpares = "It never deletes one that is not expired, and never blocks a claim for longer than one such batch takes (S29)."

@@ -34,6 +34,24 @@ func holdNotTakenOver(h *harness) {
 	h.extend(extendLost, plain, lease, idempotency.ErrLeaseLost)
 }
 
+// S27: what is abandoned under hold is told to an operator, and nothing takes that
+// back.
+func holdIsNotRenewed(h *harness) {
+	zero, over := holding(h.newClaim("ended at once")), holding(h.newClaim("ran out"))
+	h.claim(claimWins, zero, claimed(zero, 1))
+	h.claim(claimWins, over, claimed(over, 1))
+	h.extend(extendZero, zero, 0, nil)
+	h.Advance(2 * lease)
+	for _, c := range []idempotency.Claim{zero, over} {
+		h.extend(extendHeld, c, lease, idempotency.ErrLeaseLost)
+		h.claim(extendHeld, again(c), abandoned(c, 1))
+		h.extend(extendZero, c, 0, nil)
+		h.claim(extendHeld, again(c), abandoned(c, 1))
+	}
+	h.complete(completeLost, over, response("late"), nil)
+	h.extend(extendLost, over, 0, idempotency.ErrLeaseLost)
+}
+
 // S27.
 func holdTakesNothingOver(h *harness) {
 	c := h.newClaim("abandoned")
@@ -75,8 +93,7 @@ func holdSettledLate(h *harness) {
 	past := holding(h.newClaim("past the TTL"))
 	h.claim(claimWins, past, claimed(past, 1))
 	h.Advance(2 * ttl)
-	h.extend(extendLost, past, lease, nil)
-	h.claim(extendMoves, again(past), inProgress(past, 1, lease))
+	h.claim(holdMarks, again(past), abandoned(past, 1))
 	h.complete(completeLost, past, response("late"), nil)
 }
 

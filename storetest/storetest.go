@@ -78,6 +78,7 @@ func Run(t *testing.T, newSubject func(t *testing.T) Subject) {
 
 		{"Hold/IsNotTakenOver", holdNotTakenOver},
 		{"Hold/TakesNoAbandonedOver", holdTakesNothingOver},
+		{"Hold/IsNotRenewed", holdIsNotRenewed},
 		{"Hold/OwnerSettlesLate", holdSettledLate},
 		{"Hold/ReleasedIsFree", holdReleased},
 		{"Hold/BelongsToTheWinningClaim", holdOfWinner},

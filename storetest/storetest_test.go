@@ -126,6 +126,8 @@ func TestBrokenStores(t *testing.T) {
 		{"extension never shortens", "LeaseLeft is how long the lease of a record in progress still holds."},
 		{"extension by zero does nothing", "A Duration of zero ends it now: the record is abandoned."},
 
+		{"extension revives a held record", "A held record that is abandoned stays so, whatever renewal was still on its way"},
+
 		{"hold is ignored", "Hold marks the record: if it is abandoned, no claim takes it over."},
 		{"claim with Hold takes over", "A claim with Hold takes no abandoned record over, marked or not."},
 		{"losing claim marks the record", "In all other cases nothing is changed."},
