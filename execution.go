@@ -213,7 +213,7 @@ func (x *executor) claim(ctx context.Context, key ScopedKey, fp Fingerprint) (Re
 // claimSurelyFailed reports whether the error of a claim says, by the contract of
 // [Store], that the claim did not take its key and never will.
 func claimSurelyFailed(err error) bool {
-	return errors.Is(err, ErrInvalidClaim) || errors.Is(err, ErrStoreFull)
+	return errors.Is(err, ErrInvalidClaim) || errors.Is(err, ErrStoreFull) || errors.Is(err, ErrNotClaimed)
 }
 
 func isOver(ctx context.Context) bool { return ctx.Err() != nil }

@@ -1294,6 +1294,7 @@ func TestS26ClaimThatSurelyFailed(t *testing.T) {
 	}{
 		{"store full", idempotency.ErrStoreFull, true},
 		{"invalid claim", fmt.Errorf("store: %w", idempotency.ErrInvalidClaim), true},
+		{"not reached", fmt.Errorf("store: %w: %w", idempotency.ErrNotClaimed, errExecStore), true},
 		{"any other error", errExecStore, false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

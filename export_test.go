@@ -24,3 +24,10 @@ func WatchedKeys(m *Middleware) int {
 	defer m.exec.watches.mu.Unlock()
 	return len(m.exec.watches.byKey)
 }
+
+// Unsettled returns how much m still has to tell its store in the background.
+func Unsettled(m *Middleware) int {
+	m.exec.background.mu.Lock()
+	defer m.exec.background.mu.Unlock()
+	return len(m.exec.background.tasks)
+}

@@ -66,18 +66,21 @@ func (s pgSite) created(t *testing.T, c call, replayed bool) reply {
 	return a
 }
 
-// S30: no claim, no run.
+// S30: no claim, no run. What the server never got is not to be released either:
+// an outage leaves no work behind, also where a record is held.
 func TestS30PostgresDownAtClaim(t *testing.T) {
 	server := pgtest.Start(t)
 	pool := newPool(t, server.Database(t))
 	require.NoError(t, idempotency.Migrate(t.Context(), pool))
-	s := newPGSite(t, pool, idempotency.Config{Lease: shortLease}, echo)
+	s := newPGSite(t, pool, idempotency.Config{Lease: shortLease, HoldAbandoned: true}, echo)
 
 	server.Stop(t)
+	pool.Reset() // a statement sent on a connection that is dead already would be in doubt
 	for range 3 {
 		s.unavailable(t, call{})
 	}
 	require.Zero(t, s.runs.Load())
+	require.Zero(t, idempotency.Unsettled(s.m))
 	server.Restart(t)
 	s.created(t, call{}, false)
 	s.created(t, call{}, true)

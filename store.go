@@ -19,6 +19,10 @@ var (
 	// ErrInvalidClaim reports a [Claim] or [Lease] that no store may accept:
 	// a zero key, no owner, or a duration out of range.
 	ErrInvalidClaim = errors.New("idempotency: invalid claim")
+	// ErrNotClaimed reports that a store failed before a [Claim] could take its key,
+	// and that none is on its way any more: the server could not be reached, or
+	// answered with an error. A store that does not know leaves it out.
+	ErrNotClaimed = errors.New("idempotency: key not taken")
 )
 
 // A Store keeps one record for each operation. Its four methods are atomic
@@ -46,8 +50,8 @@ type Store interface {
 	//
 	// After an error the owner is dead: it may or may not hold the record. The
 	// caller releases it and tries again with a new one. An error that wraps
-	// [ErrInvalidClaim] or [ErrStoreFull] says that the key was not taken and will
-	// not be: nothing is to be released.
+	// [ErrInvalidClaim], [ErrStoreFull] or [ErrNotClaimed] says that the key was not
+	// taken and will not be: nothing is to be released.
 	Claim(ctx context.Context, c Claim) (Record, error)
 
 	// Complete stores r as the outcome of the lease's operation and ends the lease.

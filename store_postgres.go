@@ -3,6 +3,7 @@ package idempotency
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 
 	"github.com/google/uuid"
@@ -70,22 +71,28 @@ func (s *PostgresStore) CheckConfig() error { return errors.Join(s.faults...) }
 const maxTries = 20
 
 // Claim implements [Store]. Where a rival was faster, or the connection broke,
-// it looks again, with the same owner, until it knows how the record stands.
+// it looks again, with the same owner, until it knows how the record stands. An
+// outage is [ErrNotClaimed] unless a statement was sent whose answer did not come.
 func (s *PostgresStore) Claim(ctx context.Context, c Claim) (Record, error) {
 	if err := errors.Join(c.Validate(), s.CheckConfig()); err != nil {
 		return Record{}, err
 	}
 	args := claimArgs(c)
 	var err error
+	inDoubt := false
 	for range maxTries {
 		var rec Record
 		rec, err = s.tryClaim(ctx, c, args)
 		if err == nil {
 			return rec, nil
 		}
+		inDoubt = inDoubt || !isWithoutEffect(err)
 		if !isTransient(err) || ctx.Err() != nil {
 			break
 		}
+	}
+	if !inDoubt {
+		err = fmt.Errorf("%w: %w", ErrNotClaimed, err)
 	}
 	return Record{}, postgresError("claim", err)
 }

@@ -38,13 +38,32 @@ func isTransient(err error) bool {
 	return isBrokenConnection(err)
 }
 
+// isWithoutEffect reports whether a statement that failed so has done nothing, and
+// will not: it was not sent, or the server says so. The end of a session, which a
+// server reports as well, may have come after the commit.
+func isWithoutEffect(err error) bool {
+	var server *pgconn.PgError
+	var connect *pgconn.ConnectError
+	switch {
+	case errors.Is(err, errOvertaken), errors.As(err, &connect), pgconn.SafeToRetry(err):
+		return true
+	case errors.As(err, &server):
+		return !isSessionEnd(server)
+	}
+	return false
+}
+
 func isServerTransient(err *pgconn.PgError) bool {
 	if err.Code == codeUniqueViolation || isConflict(err) {
 		return true
 	}
-	// An administrator, a crash or a pooler ended the session. pgbouncer sends no
-	// other severity than this one.
-	severity := cmp.Or(err.SeverityUnlocalized, err.Severity)
+	return isSessionEnd(err)
+}
+
+// isSessionEnd reports whether an administrator, a crash or a pooler ended the
+// session.
+func isSessionEnd(err *pgconn.PgError) bool {
+	severity := cmp.Or(err.SeverityUnlocalized, err.Severity) // pgbouncer sends only the latter
 	return severity == "FATAL" || severity == "PANIC"
 }
 

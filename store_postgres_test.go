@@ -2,6 +2,7 @@ package idempotency_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -473,23 +474,55 @@ func TestPostgresClaimIsMadeAgain(t *testing.T) {
 		{&pgconn.ConnectError{}, 1},
 		{context.DeadlineExceeded, 1},
 	} {
-		db := &failingDB{spyDB: spyDB{PostgresDB: pool}, err: tt.err}
+		db := &failingDB{spyDB: spyDB{PostgresDB: pool}, errs: []error{tt.err}}
 		_, err := idempotency.NewPostgresStore(db).Claim(t.Context(), memoryClaim(t, uuid.NewString()))
 		require.Equal(t, tt.calls, db.queries.Load(), "%#v", tt.err)
 		require.Equal(t, tt.calls == 1, err != nil)
 	}
 }
 
-// A failingDB fails its first query.
+// S26: a claim that no server can have carried out, or will, says so. One try in
+// doubt is enough to be in doubt.
+func TestS26PostgresNotClaimed(t *testing.T) {
+	server := func(code string) error {
+		return &pgconn.PgError{Severity: "ERROR", SeverityUnlocalized: "ERROR", Code: code}
+	}
+	end := &pgconn.PgError{Severity: "FATAL", SeverityUnlocalized: "FATAL", Code: "57P01"}
+	refused := &pgconn.ConnectError{}
+	for _, tt := range []struct {
+		name   string
+		errs   []error
+		inside bool // the key may have been taken
+	}{
+		{"no connection", []error{refused}, false},
+		{"refused by the server", []error{server("25006")}, false},
+		{"rival, then no connection", []error{server("40001"), refused}, false},
+		{"session ended, then no connection", []error{end, refused}, true},
+		{"connection broke, then no connection", []error{io.ErrUnexpectedEOF, refused}, true},
+		{"no answer in time", []error{context.DeadlineExceeded}, true},
+		{"unknown", []error{errors.New("unknown")}, true},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			db := &failingDB{errs: tt.errs}
+			_, err := idempotency.NewPostgresStore(db).Claim(t.Context(), memoryClaim(t, "k"))
+			require.Error(t, err)
+			require.Equal(t, !tt.inside, errors.Is(err, idempotency.ErrNotClaimed), "%v", err)
+			require.ErrorIs(t, err, tt.errs[len(tt.errs)-1])
+			require.EqualValues(t, len(tt.errs), db.queries.Load())
+		})
+	}
+}
+
+// A failingDB fails its first queries.
 type failingDB struct {
 	spyDB
-	err error
+	errs []error
 }
 
 func (db *failingDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	if db.queries.Load() == 0 {
+	if n := int(db.queries.Load()); n < len(db.errs) {
 		db.queries.Add(1)
-		return nil, db.err
+		return nil, db.errs[n]
 	}
 	return db.spyDB.Query(ctx, sql, args...)
 }
