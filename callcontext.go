@@ -9,8 +9,9 @@ import (
 
 // A callContext is the context of one call to the store: the values of a
 // detached context, and a deadline (S26). It is context.WithDeadline at the cost
-// of one allocation, for stores that answer without waiting for anything: the
-// timer, and all that goes with it, is made when Done is first asked for.
+// of one allocation or, as a part of something else, none, for stores that answer
+// without waiting for anything: the timer, and all that goes with it, is made when
+// Done is first asked for.
 type callContext struct {
 	detached context.Context
 	deadline time.Time
@@ -21,10 +22,10 @@ type callContext struct {
 	ended  error // why the context is done, if that came before Done was asked for
 }
 
-// newCallContext returns a context that ends at the deadline, or when end is
-// called, which the caller must do. detached must never end by itself.
-func newCallContext(detached context.Context, timeout time.Duration) *callContext {
-	return &callContext{detached: detached, deadline: now().Add(timeout)}
+// begin makes c a context that ends at the deadline, or when end is called, which
+// the caller must do. detached must never end by itself.
+func (c *callContext) begin(detached context.Context, timeout time.Duration) {
+	c.detached, c.deadline = detached, now().Add(timeout)
 }
 
 // end releases what the context holds.

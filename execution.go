@@ -219,9 +219,10 @@ func claimSurelyFailed(err error) bool {
 func isOver(ctx context.Context) bool { return ctx.Err() != nil }
 
 func (x *executor) sendClaim(detached context.Context, c Claim) (Record, error) {
-	ctx := newCallContext(detached, x.storeTimeout)
+	var ctx callContext
+	ctx.begin(detached, x.storeTimeout)
 	defer ctx.end()
-	return x.store.Claim(ctx, c) //nolint:contextcheck // a callContext is a child of detached
+	return x.store.Claim(&ctx, c) //nolint:contextcheck // a callContext is a child of detached
 }
 
 // giveUp releases, in the background, a claim that nobody will run (S26). Where
@@ -256,8 +257,9 @@ type operation struct {
 	keys  [1]ScopedKey
 	sent  time.Time // when the claim was sent: the lease counts from here (S27)
 	// detached is the caller's context without its end, for all that must go on.
-	detached context.Context
-	settling bool // settle was called
+	detached     context.Context
+	settling     bool // settle was called
+	settlingCall callContext
 	keeper
 }
 
@@ -306,9 +308,9 @@ type settlement struct {
 // background (S30). With OutcomeLost comes ErrLeaseLost.
 func (op *operation) settle(s settlement) (Outcome, error) {
 	op.settling = true
-	ctx := newCallContext(op.detached, op.x.storeTimeout)
-	defer ctx.end()
-	err := op.persist(ctx, s, op.tell)
+	op.settlingCall.begin(op.detached, op.x.storeTimeout)
+	defer op.settlingCall.end()
+	err := op.persist(&op.settlingCall, s, op.tell)
 	switch {
 	case errors.Is(err, ErrLeaseLost):
 		op.reportLost(op.detached, err)

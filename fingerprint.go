@@ -10,6 +10,7 @@ import (
 	"hash"
 	"io"
 	"net/http"
+	"sync"
 )
 
 // A FingerprintFunc returns the bytes that tell the payload of one request from
@@ -37,16 +38,49 @@ const (
 
 // A fingerprinter makes and compares fingerprints.
 type fingerprinter struct {
-	custom FingerprintFunc  // or nil
-	keyed  func() hash.Hash // HMAC with the secret, which it alone holds, so that none prints it; or nil
+	custom FingerprintFunc // or nil
+	plain  *digesters
+	keyed  *digesters // HMAC with the secret, which it alone holds, so that none prints it; or nil
 }
 
 func newFingerprinter(custom FingerprintFunc, secret []byte) fingerprinter {
-	f := fingerprinter{custom: custom}
+	f := fingerprinter{custom: custom, plain: newDigesters(sha256.New)}
 	if secret != nil {
-		f.keyed = func() hash.Hash { return hmac.New(sha256.New, secret) }
+		f.keyed = newDigesters(func() hash.Hash { return hmac.New(sha256.New, secret) })
 	}
 	return f
+}
+
+// Digesters are kept for the next request: to make one costs more than most
+// digests do.
+type digesters struct{ pool sync.Pool }
+
+// A digester is a hash, and room for what it is given and what it returns.
+type digester struct {
+	hash hash.Hash
+	buf  []byte
+}
+
+// digesterRoom is what a digester has room for when it is kept.
+const digesterRoom = 512
+
+func newDigesters(newHash func() hash.Hash) *digesters {
+	return &digesters{pool: sync.Pool{New: func() any {
+		return &digester{hash: newHash(), buf: make([]byte, 0, digesterRoom)}
+	}}}
+}
+
+func (ds *digesters) take() *digester {
+	d, _ := ds.pool.Get().(*digester)
+	d.hash.Reset()
+	return d
+}
+
+func (ds *digesters) keep(d *digester) {
+	if cap(d.buf) > digesterRoom {
+		d.buf = make([]byte, 0, digesterRoom)
+	}
+	ds.pool.Put(d)
 }
 
 // scheme is the one that new records get.
@@ -80,29 +114,30 @@ func (f *fingerprinter) knows(scheme byte) bool {
 
 // sum returns the fingerprint of r by a scheme that f knows.
 func (f *fingerprinter) sum(scheme byte, r *http.Request, body spool) (Fingerprint, error) {
-	var h hash.Hash
+	from := f.plain
 	if scheme == schemeRequestHMAC || scheme == schemeCustomHMAC {
-		h = f.keyed()
-	} else {
-		h = sha256.New()
+		from = f.keyed
 	}
-	buf := append(make([]byte, 0, 256), scheme)
+	d := from.take()
+	defer from.keep(d)
+	d.buf = append(d.buf[:0], scheme)
 	if scheme == schemeCustom || scheme == schemeCustomHMAC {
 		fields, err := f.ask(r, body)
 		if err != nil {
 			return Fingerprint{}, fmt.Errorf("%w: fingerprint function: %w", errBrokenBody, err)
 		}
-		buf = append(buf, fields...)
-		h.Write(buf)
+		d.hash.Write(d.buf)
+		d.hash.Write(fields)
 	} else {
-		buf = appendRequest(buf, r, body.size)
-		h.Write(buf)
-		if err := body.writeTo(h); err != nil {
+		d.buf = appendRequest(d.buf, r, body.size)
+		d.hash.Write(d.buf)
+		if err := body.writeTo(d.hash); err != nil {
 			return Fingerprint{}, err
 		}
 	}
+	d.buf = d.hash.Sum(d.buf[:0])
 	fp := Fingerprint{scheme}
-	copy(fp[1:], h.Sum(buf[:0]))
+	copy(fp[1:], d.buf)
 	return fp, nil
 }
 

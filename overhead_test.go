@@ -1,7 +1,9 @@
 package idempotency_test
 
 import (
+	"context"
 	"io"
+	"log/slog"
 	"net/http"
 	"strconv"
 	"strings"
@@ -41,14 +43,11 @@ func createCharge(w http.ResponseWriter, r *http.Request) {
 	_, _ = io.WriteString(w, `{"id":"ch_1","amount":1999,"currency":"EUR"}`)
 }
 
-func newOverhead(tb testing.TB, method string, guarded bool) *overhead {
+func newOverhead(tb testing.TB, method string, guard guarding) *overhead {
 	tb.Helper()
 	o := &overhead{handler: http.HandlerFunc(createCharge), body: strings.NewReader(chargeBody)}
-	if guarded {
-		m, err := idempotency.New(steadyStore(), idempotency.Config{
-			KeyScope:  func(*http.Request) string { return "tenant" },
-			Principal: func(*http.Request) string { return "principal" },
-		})
+	if guard != nil {
+		m, err := idempotency.New(steadyStore(), guard())
 		require.NoError(tb, err)
 		o.handler = m.Named("charge").Handler(o.handler)
 	}
@@ -60,6 +59,33 @@ func newOverhead(tb testing.TB, method string, guarded bool) *overhead {
 	r.Body = io.NopCloser(o.body)
 	o.request = r
 	return o
+}
+
+// A guarding is the configuration of a guard; nil is none.
+type guarding func() idempotency.Config
+
+func byDefault() idempotency.Config {
+	return idempotency.Config{
+		KeyScope:  func(*http.Request) string { return "tenant" },
+		Principal: func(*http.Request) string { return "principal" },
+	}
+}
+
+// everythingOn is a guard with all that can be switched on beside each other.
+func everythingOn() idempotency.Config {
+	cfg := byDefault()
+	cfg.AcceptBareKeys = true
+	cfg.FingerprintSecret = make([]byte, 32)
+	cfg.Keep = idempotency.DefaultKeep
+	cfg.StoreCookies = true
+	cfg.CheckReplay = func(*http.Request) error { return nil }
+	cfg.HoldAbandoned = true
+	cfg.MaxExecution = time.Minute
+	cfg.HandlerOutlivesClient = true
+	cfg.WaitInFlight = time.Second
+	cfg.Logger = slog.New(slog.DiscardHandler)
+	cfg.OnEvent = func(context.Context, idempotency.Event) {}
+	return cfg
 }
 
 // steadyStore returns a store that is not growing: as many records expire as
@@ -102,36 +128,42 @@ func TestAllocationBudget(t *testing.T) {
 		{"replay", http.MethodPost, oneKey, 20},
 		{"unguarded method", http.MethodPut, oneKey, 0},
 	} {
-		t.Run(tc.name, func(t *testing.T) {
-			bare, guarded := newOverhead(t, tc.method, false), newOverhead(t, tc.method, true)
-			keys := make([]string, 2000)
-			for i := range keys {
-				keys[i] = tc.keys()
-			}
-			next := 0
-			key := func() string { next++; return keys[next%len(keys)] }
-			base := testing.AllocsPerRun(500, func() { bare.serve(key()) })
-			with := testing.AllocsPerRun(500, func() { guarded.serve(key()) })
-			t.Logf("%v allocations, of them %v the bare handler's", with, base)
-			require.LessOrEqual(t, with-base, tc.budget)
-		})
+		for name, guard := range map[string]guarding{"by default": byDefault, "everything on": everythingOn} {
+			t.Run(tc.name+", "+name, func(t *testing.T) {
+				bare, guarded := newOverhead(t, tc.method, nil), newOverhead(t, tc.method, guard)
+				keys := make([]string, 2000)
+				for i := range keys {
+					keys[i] = tc.keys()
+				}
+				next := 0
+				key := func() string { next++; return keys[next%len(keys)] }
+				base := testing.AllocsPerRun(500, func() { bare.serve(key()) })
+				with := testing.AllocsPerRun(500, func() { guarded.serve(key()) })
+				t.Logf("%v allocations, of them %v the bare handler's", with, base)
+				require.LessOrEqual(t, with-base, tc.budget)
+			})
+		}
 	}
 }
 
 func BenchmarkBare(b *testing.B) {
-	benchmarkOverhead(b, newOverhead(b, http.MethodPost, false), numberedKeys())
+	benchmarkOverhead(b, newOverhead(b, http.MethodPost, nil), numberedKeys())
 }
 
 func BenchmarkFirst(b *testing.B) {
-	benchmarkOverhead(b, newOverhead(b, http.MethodPost, true), numberedKeys())
+	benchmarkOverhead(b, newOverhead(b, http.MethodPost, byDefault), numberedKeys())
+}
+
+func BenchmarkFirstEverythingOn(b *testing.B) {
+	benchmarkOverhead(b, newOverhead(b, http.MethodPost, everythingOn), numberedKeys())
 }
 
 func BenchmarkReplay(b *testing.B) {
-	benchmarkOverhead(b, newOverhead(b, http.MethodPost, true), oneKey)
+	benchmarkOverhead(b, newOverhead(b, http.MethodPost, byDefault), oneKey)
 }
 
 func BenchmarkUnguardedMethod(b *testing.B) {
-	benchmarkOverhead(b, newOverhead(b, http.MethodPut, true), oneKey)
+	benchmarkOverhead(b, newOverhead(b, http.MethodPut, byDefault), oneKey)
 }
 
 func benchmarkOverhead(b *testing.B, o *overhead, key func() string) {
