@@ -26,8 +26,9 @@ const (
 )
 
 // A Proxy stands between a test and a PostgreSQL server, understands where each
-// message of the protocol begins, and loses connections when told to. It speaks
-// no TLS to either side, and cannot cut a COPY. It is safe for concurrent use.
+// message of the protocol begins, and loses connections or holds answers back when
+// told to. It speaks no TLS to either side, and cannot cut a COPY. It is safe for
+// concurrent use.
 type Proxy struct {
 	url             string
 	listener        net.Listener
@@ -45,7 +46,15 @@ type Proxy struct {
 // trap waits for a frontend message that contains match.
 type trap struct {
 	match []byte
-	after bool // cut after the server has answered, not before it sees the message
+	after bool  // cut after the server has answered, not before it sees the message
+	hold  *hold // cut nothing, but hold the answer back; or nil
+}
+
+// hold is an answer that is held back.
+type hold struct {
+	at       int64         // the number of the ReadyForQuery that ends it, as of link.cutAt
+	arrived  chan struct{} // closed when it is complete
+	released chan struct{} // closed when the client may have it
 }
 
 // link is one client's connection and the one to the server that belongs to it.
@@ -53,7 +62,10 @@ type link struct {
 	client, server net.Conn
 	// cutAt is the number of the ReadyForQuery that ends the answer to drop,
 	// counting from 1 after the startup. Zero if none is to be dropped.
-	cutAt atomic.Int64
+	cutAt  atomic.Int64
+	hold   atomic.Pointer[hold] // nil if no answer is to be held back
+	closed func()               // ends done
+	done   <-chan struct{}      // of a context that ends with the link
 }
 
 // NewProxy starts a proxy, for the time of the test, in front of the server that
@@ -117,6 +129,16 @@ func (p *Proxy) CutAfterSending(match string) { p.arm(&trap{match: []byte(match)
 // the message: its connection is closed too.
 func (p *Proxy) CutBeforeSending(match string) { p.arm(&trap{match: []byte(match)}) }
 
+// HoldAnswer arms a trap like [Proxy.CutAfterSending], but what it does to the
+// connection is only to hold the answer's end back, without which the client does
+// not know that the round trip is over, until release is called. By the time that
+// held is closed, the server has finished it.
+func (p *Proxy) HoldAnswer(match string) (held <-chan struct{}, release func()) {
+	h := &hold{arrived: make(chan struct{}), released: make(chan struct{})}
+	p.arm(&trap{match: []byte(match), hold: h})
+	return h.arrived, sync.OnceFunc(func() { close(h.released) })
+}
+
 // Cuts returns how many traps have closed a connection.
 func (p *Proxy) Cuts() int { return int(p.cuts.Load()) }
 
@@ -164,7 +186,8 @@ func (p *Proxy) accept(ctx context.Context) {
 
 // serve returns when the connection is over.
 func (p *Proxy) serve(ctx context.Context, client net.Conn) {
-	l := &link{client: client}
+	ctx, cancel := context.WithCancel(ctx)
+	l := &link{client: client, closed: cancel, done: ctx.Done()}
 	defer l.close()
 	server, err := new(net.Dialer).DialContext(ctx, p.network, p.server)
 	if err != nil {
@@ -206,6 +229,7 @@ func (p *Proxy) remove(l *link) {
 }
 
 func (l *link) close() {
+	l.closed()
 	_ = l.client.Close()
 	if l.server != nil {
 		_ = l.server.Close()
@@ -235,6 +259,9 @@ func (p *Proxy) copyToServer(l *link) (cut bool) {
 		}
 		switch t := p.spring(message); {
 		case t == nil:
+		case t.hold != nil:
+			t.hold.at = syncs + 1
+			l.hold.Store(t.hold)
 		case !t.after:
 			_ = w.Flush() // what came before is sent
 			p.cuts.Add(1)
@@ -281,6 +308,9 @@ func (p *Proxy) copyToClient(l *link) {
 				p.cuts.Add(1)
 				return
 			}
+			if h := l.hold.Load(); h != nil && ready == h.at && !h.wait(l) {
+				return
+			}
 		}
 		if !drop {
 			_, _ = w.Write(message) // the error is that of Flush
@@ -290,6 +320,17 @@ func (p *Proxy) copyToClient(l *link) {
 				return
 			}
 		}
+	}
+}
+
+// wait reports whether the client may have the answer, and still is there.
+func (h *hold) wait(l *link) bool {
+	close(h.arrived)
+	select {
+	case <-h.released:
+		return true
+	case <-l.done:
+		return false
 	}
 }
 

@@ -134,6 +134,55 @@ func TestProxyCutsAfterCommit(t *testing.T) {
 	require.Equal(t, 1, query1[int](t, direct, `SELECT count(*) FROM t`))
 }
 
+func TestProxyHoldsAnswer(t *testing.T) {
+	t.Parallel()
+	p, direct := proxied(t)
+	const insert = `INSERT INTO t VALUES ($1)`
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeExec, pgx.QueryExecModeCacheStatement,
+	} {
+		t.Run(mode.String(), func(t *testing.T) {
+			exec1(t, direct, `TRUNCATE t`)
+			conn := connect(t, p.URL())
+			exec1(t, conn, insert, mode, "hay")
+			held, release := p.HoldAnswer("needle")
+			exec1(t, conn, insert, mode, "hay")
+			select {
+			case <-held:
+				t.Fatal("held an answer to another statement")
+			default:
+			}
+			result := make(chan error, 1)
+			go func() {
+				_, err := conn.Exec(context.WithoutCancel(t.Context()), insert, mode, "needle")
+				result <- err
+			}()
+			<-held
+			require.Equal(t, 1, query1[int](t, direct, `SELECT count(*) FROM t WHERE s = 'needle'`), "it is committed")
+			require.Never(t, func() bool { return len(result) > 0 }, 50*time.Millisecond, 10*time.Millisecond)
+			release()
+			release()
+			require.NoError(t, <-result)
+			exec1(t, conn, insert, mode, "needle") // the trap is disarmed, and the connection lives
+		})
+	}
+	require.Zero(t, p.Cuts())
+
+	t.Run("client gone", func(t *testing.T) {
+		conn := connect(t, p.URL())
+		held, _ := p.HoldAnswer("needle")
+		ctx, hangUp := context.WithCancel(t.Context())
+		result := make(chan error, 1)
+		go func() {
+			_, err := conn.Exec(ctx, insert, pgx.QueryExecModeSimpleProtocol, "needle")
+			result <- err
+		}()
+		<-held
+		hangUp()
+		require.ErrorIs(t, <-result, context.Canceled) // and what is held does not hold the proxy up at its end
+	})
+}
+
 func TestProxyOfStoppedServer(t *testing.T) {
 	t.Parallel()
 	s := pgtest.Start(t)
