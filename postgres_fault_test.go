@@ -9,7 +9,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/keytuple/idempotency"
@@ -26,12 +25,12 @@ type pgSite struct {
 	logs *syncBuffer
 }
 
-func newPGSite(t *testing.T, pool *pgxpool.Pool, cfg idempotency.Config, h http.HandlerFunc) pgSite {
+func newPGSite(t *testing.T, db idempotency.PostgresDB, cfg idempotency.Config, h http.HandlerFunc) pgSite {
 	t.Helper()
 	var s pgSite
 	s.logs = &syncBuffer{}
 	cfg.Logger = slog.New(slog.NewTextHandler(s.logs, nil))
-	s.m = newMiddleware(t, idempotency.NewPostgresStore(pool), cfg)
+	s.m = newMiddleware(t, idempotency.NewPostgresStore(db), cfg)
 	s.site = newSite(t, false, s.m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s.runs.Add(1)
 		h(w, r)
