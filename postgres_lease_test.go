@@ -133,7 +133,7 @@ func newLifeSite(
 }
 
 // start sends the request that call{} is without waiting for the reply.
-func (s *lifeSite) start(ctx context.Context) (await func() reply) {
+func (s *site) start(ctx context.Context) (await func() reply) {
 	replies := make(chan reply, 1)
 	go func() { replies <- s.do(ctx, call{}) }()
 	return func() reply { return <-replies }
@@ -166,15 +166,15 @@ func (a reply) requireProblem(t *testing.T, status int, code idempotency.Code) {
 	require.Equal(t, string(code), a.code(t))
 }
 
-// takesOver retries until the request runs, which it does when the lease of the
+// takesOver retries call{} until it runs, which it does when the lease of the
 // record has ended, and not before.
-func (s *lifeSite) takesOver(t *testing.T, db lifeDB, c call) reply {
+func (s *lifeSite) takesOver(t *testing.T, db lifeDB) reply {
 	t.Helper()
 	var a reply
 	until(t, func() bool {
 		started := time.Now()
 		left := db.leaseLeft(t)
-		if a = s.do(t.Context(), c); a.status == http.StatusConflict {
+		if a = s.do(t.Context(), call{}); a.status == http.StatusConflict {
 			a.requireProblem(t, http.StatusConflict, idempotency.CodeInFlight)
 			return false
 		}
@@ -374,7 +374,7 @@ func TestS27PostgresAwayAndTakenOver(t *testing.T) {
 			other := newLifeSite(t, db.url, cfg, attempt)
 			await := s.start(t.Context())
 			require.ErrorIs(t, <-cancelled, idempotency.ErrLeaseLost)
-			second := other.takesOver(t, db, call{})
+			second := other.takesOver(t, db)
 			require.Equal(t, "attempt 2", second.body)
 			db.proxy.Refuse(false)
 			version := db.version(t)
@@ -452,7 +452,7 @@ func TestS27PostgresClaimAcknowledgedLate(t *testing.T) {
 		held, release := db.proxy.HoldAnswer("8e03978e")
 		await := s.start(t.Context())
 		<-held
-		second := other.takesOver(t, db, call{})
+		second := other.takesOver(t, db)
 		require.Equal(t, "attempt 2", second.body)
 		version := db.version(t)
 		release()
@@ -561,7 +561,7 @@ func TestS27PostgresHungHandler(t *testing.T) {
 				require.Zero(t, other.runs.Load())
 				return
 			}
-			second := other.takesOver(t, db, call{})
+			second := other.takesOver(t, db)
 			require.Equal(t, "attempt 2", second.body)
 			version := db.version(t)
 			close(leave)
