@@ -764,6 +764,53 @@ func TestS25HandlerDoesNotReturn(t *testing.T) {
 	}
 }
 
+// S25, S26: whether its client is still there makes no difference to a handler that
+// does not return.
+func TestS25HandlerDoesNotReturnAfterClientLeft(t *testing.T) {
+	for _, tc := range []struct {
+		name  string
+		end   func()
+		value any
+	}{
+		{"panic", func() { panic("boom") }, "boom"},
+		{"abort", func() { panic(http.ErrAbortHandler) }, http.ErrAbortHandler},
+		{"Goexit", runtime.Goexit, nil},
+	} {
+		for _, hold := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/hold=%v", tc.name, hold), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					left := false
+					g := newExecRig(t, func(w http.ResponseWriter, r *http.Request) {
+						execWrite(w, http.StatusCreated, "done")
+						if !left {
+							<-r.Context().Done()
+							left = true
+							tc.end()
+						}
+					}, func(c *idempotency.Config) { c.HoldAbandoned = hold })
+					guarded := g.handler
+					g.handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+						ctx, hangUp := context.WithTimeout(r.Context(), time.Second)
+						defer hangUp()
+						guarded.ServeHTTP(w, r.WithContext(ctx))
+					})
+					g.requireNoReturn("a", tc.value)
+					g.handler = guarded
+					if hold {
+						require.Equal(t, idempotency.OutcomeHeld, g.last().Outcome)
+						g.serve("a").requireProblem(t, http.StatusConflict, idempotency.CodeOutcomeUnknown)
+						require.Equal(t, []int{1}, g.ran())
+						return
+					}
+					require.Equal(t, idempotency.OutcomeReleased, g.last().Outcome)
+					g.serve("a").requireRun(t, http.StatusCreated, "done")
+					require.Equal(t, []int{1, 2}, g.ran())
+				})
+			})
+		}
+	}
+}
+
 // S25: the same goes for a Config.Keep that does not return.
 func TestS25KeepDoesNotReturn(t *testing.T) {
 	for _, tc := range []struct {
@@ -1042,25 +1089,43 @@ func TestS26HandlerOutlivesClient(t *testing.T) {
 	})
 }
 
-// S26: a client that leaves while its outcome is being stored does not lose it.
-func TestS26ClientLeavesDuringCompletion(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		ctx, hangUp := context.WithCancel(t.Context())
-		g := newExecRig(t, execRuns(0, http.StatusCreated), nil)
-		g.store.on(execComplete, func(ctx context.Context, _ execCall, apply func() error) error {
-			hangUp()
-			time.Sleep(time.Second)
-			if ctx.Err() != nil {
-				return ctx.Err()
-			}
-			return apply()
+// S26: a client that leaves while its outcome is being stored does not lose it, nor
+// does one that leaves during a release keep its key.
+func TestS26ClientLeavesDuringSettlement(t *testing.T) {
+	for _, tc := range []struct {
+		name    string
+		method  string
+		status  int
+		outcome idempotency.Outcome
+	}{
+		{"completion", execComplete, http.StatusCreated, idempotency.OutcomeStored},
+		{"release", execRelease, http.StatusBadGateway, idempotency.OutcomeReleased},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				ctx, hangUp := context.WithCancel(t.Context())
+				g := newExecRig(t, execRuns(0, tc.status), nil)
+				g.store.on(tc.method, func(ctx context.Context, _ execCall, apply func() error) error {
+					hangUp()
+					time.Sleep(time.Second)
+					if ctx.Err() != nil {
+						return ctx.Err()
+					}
+					return apply()
+				})
+				first := g.start(execRequest(ctx, "a"))()
+				require.Equal(t, time.Second, first.took)
+				require.Equal(t, tc.outcome, g.last().Outcome)
+				if tc.outcome == idempotency.OutcomeStored {
+					g.serve("a").requireReplay(t, first)
+					require.Equal(t, []int{1}, g.ran())
+					return
+				}
+				g.serve("a").requireRun(t, tc.status, "run 2")
+				require.Equal(t, []int{1, 2}, g.ran())
+			})
 		})
-		first := g.start(execRequest(ctx, "a"))()
-		require.Equal(t, time.Second, first.took)
-		require.Equal(t, idempotency.OutcomeStored, g.last().Outcome)
-		g.serve("a").requireReplay(t, first)
-		require.Equal(t, []int{1}, g.ran())
-	})
+	}
 }
 
 // S26: each call to the store has a context that outlives the request, keeps its

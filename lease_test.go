@@ -183,6 +183,69 @@ func TestS27DeadlinePasses(t *testing.T) {
 	}
 }
 
+// S27, S30: a store that is away for longer than a lease while a handler runs, and
+// still is when it ends. What its client gets is what becomes of its key.
+func TestS27StoreAwayForLongerThanTheLease(t *testing.T) {
+	silent := func(http.ResponseWriter) {}
+	writes := func(w http.ResponseWriter) { execWrite(w, http.StatusCreated, "done") }
+	for _, tc := range []struct {
+		name  string
+		hold  bool
+		end   func(http.ResponseWriter) // when the handler is cancelled
+		first func(t *testing.T, a execAnswer)
+		ran   []int // by the end of a retry, when the store is back
+	}{
+		{"handler gives up", false, silent, func(t *testing.T, a execAnswer) {
+			t.Helper()
+			a.requireProblem(t, http.StatusServiceUnavailable, idempotency.CodeRetry)
+		}, []int{1, 2}},
+		{"handler gives up, hold", true, silent, func(t *testing.T, a execAnswer) {
+			t.Helper()
+			a.requireProblem(t, http.StatusConflict, idempotency.CodeOutcomeUnknown)
+		}, []int{1}},
+		{"handler goes on", false, writes, requireExecDone, []int{1}},
+		{"handler goes on, hold", true, writes, requireExecDone, []int{1}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var cause error
+				g := newExecRig(t, func(w http.ResponseWriter, r *http.Request) {
+					if exec, _ := idempotency.FromContext(r.Context()); exec.Attempt() > 1 {
+						writes(w)
+						return
+					}
+					<-r.Context().Done()
+					cause = context.Cause(r.Context())
+					tc.end(w)
+				}, func(c *idempotency.Config) { c.HoldAbandoned = tc.hold })
+				const outage = 2 * execLease
+				for _, method := range []string{execExtend, execComplete, execRelease} {
+					g.store.on(method, execUntil(outage, execFail))
+				}
+				first := g.serve("a")
+				require.Equal(t, execLease+execStoreTimeout, first.took)
+				tc.first(t, first)
+				require.ErrorIs(t, cause, idempotency.ErrLeaseLost)
+				require.Equal(t, idempotency.OutcomePending, g.last().Outcome)
+				time.Sleep(outage)
+				synctest.Wait()
+				if retry := g.serve("a"); len(tc.ran) == 1 {
+					require.Equal(t, first.status, retry.status)
+				} else {
+					requireExecDone(t, retry)
+				}
+				require.Equal(t, tc.ran, g.ran())
+				require.Zero(t, g.countEvents(idempotency.EventLeaseLost), "S46: it was not lost after all")
+			})
+		})
+	}
+}
+
+func requireExecDone(t *testing.T, a execAnswer) {
+	t.Helper()
+	a.requireRun(t, http.StatusCreated, "done")
+}
+
 // S27: no renewal is waited for beyond the end of the lease: it could only make a
 // lease that is given up hold again.
 func TestS27RenewalEndsWithTheLease(t *testing.T) {
@@ -381,6 +444,35 @@ func TestS27HungHandlerIsTakenOver(t *testing.T) {
 				require.Equal(t, 1, lost.Attempt)
 				require.ErrorIs(t, lost.Err, idempotency.ErrLeaseLost)
 				g.serve("a").requireReplay(t, second)
+			})
+		})
+	}
+}
+
+// S27: where nothing may run twice, a handler that ignores its end is in doubt from
+// the end of its lease on, until it ends after all.
+func TestS27HungHandlerOfHeld(t *testing.T) {
+	for _, status := range []int{http.StatusCreated, http.StatusBadGateway} {
+		t.Run(http.StatusText(status), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				g := newExecRig(t, execRuns(5*time.Minute, status), func(c *idempotency.Config) {
+					c.MaxExecution = 65 * time.Second
+					c.HoldAbandoned = true
+				})
+				first := g.start(execRequest(t.Context(), "a"))
+				time.Sleep(time.Minute + execLease - 1) // last renewed at 60 s
+				g.serve("a").requireInFlight(t)
+				time.Sleep(time.Nanosecond)
+				g.serve("a").requireProblem(t, http.StatusConflict, idempotency.CodeOutcomeUnknown)
+				a := first()
+				a.requireRun(t, status, "run 1")
+				if retry := g.serve("a"); status == http.StatusCreated {
+					retry.requireReplay(t, a)
+				} else {
+					retry.requireProblem(t, http.StatusConflict, idempotency.CodeOutcomeUnknown)
+				}
+				require.Equal(t, []int{1}, g.ran())
+				require.Zero(t, g.countEvents(idempotency.EventLeaseLost))
 			})
 		})
 	}
