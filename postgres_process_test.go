@@ -243,7 +243,7 @@ func TestS27PostgresProcessPaused(t *testing.T) {
 				require.Equal(t, "cancelled, lease lost: true", p.says(t, "cancelled"))
 				p.proceed(t)
 			}
-			await().requireProblem(t, http.StatusConflict, idempotency.CodeInFlight)
+			await(t).requireProblem(t, http.StatusConflict, idempotency.CodeInFlight)
 			require.Equal(t, "executed: lost", p.says(t, "executed"))
 			for _, s := range []*site{p.site, other.site} {
 				retry := s.do(t.Context(), call{})
@@ -274,7 +274,7 @@ func TestS27PostgresHoldProcessPaused(t *testing.T) {
 	p.resume(t)
 	require.Equal(t, "cancelled, lease lost: true", p.says(t, "cancelled"))
 	p.proceed(t)
-	first := await()
+	first := await(t)
 	require.Equal(t, "attempt 1", first.body)
 	require.Equal(t, first.body, other.created(t, call{}, true).body)
 	require.Equal(t, 1, p.stop(t))
@@ -295,7 +295,7 @@ func TestS27PostgresProcessPausedInClaim(t *testing.T) {
 			other := newLifeSite(t, db.url, idempotency.Config{Lease: shortLease, HoldAbandoned: hold}, attempt)
 			held, release := db.proxy.HoldAnswer("8e03978e")
 			await := p.start(t.Context())
-			<-held
+			receive(t, held)
 			p.pause(t)
 			release()
 			var version string
@@ -307,7 +307,7 @@ func TestS27PostgresProcessPausedInClaim(t *testing.T) {
 				version = db.version(t)
 			}
 			p.resume(t)
-			a := await()
+			a := await(t)
 			require.Equal(t, http.StatusServiceUnavailable, a.status, a.body)
 			// Which it is depends on what the process sees first: the answer, or that its time is over.
 			require.Contains(t, []string{string(idempotency.CodeRetry), string(idempotency.CodeStoreUnavailable)}, a.code(t))
@@ -341,7 +341,7 @@ func TestS27PostgresProcessKilled(t *testing.T) {
 			p.says(t, "running")
 			require.NoError(t, p.cmd.Process.Kill())
 			require.Error(t, p.cmd.Wait())
-			require.Error(t, await().err)
+			require.Error(t, await(t).err)
 
 			other.refused(t, call{}, http.StatusConflict, idempotency.CodeInFlight)
 			require.Equal(t, "in_progress 1", db.record(t))
