@@ -332,12 +332,13 @@ func (op *operation) settle(s settlement) (Outcome, error) {
 
 // settleLater settles in the background, until it is decided: done, taken over by
 // another owner, or expired (S30), which a held record never is (S29). Shutdown
-// ends it, too.
+// ends it, too. However late it is, there is time for one try.
 func (op *operation) settleLater(s settlement) {
 	started := op.x.background.start(op.detached, func(ctx context.Context) {
 		expiring := ctx
 		if !op.x.hold {
-			within, cancel := context.WithTimeout(ctx, op.x.settleWithin(s.end)-now().Sub(op.sent))
+			left := op.x.settleWithin(s.end) - now().Sub(op.sent)
+			within, cancel := context.WithTimeout(ctx, max(left, op.x.storeTimeout))
 			defer cancel()
 			expiring = within
 		}

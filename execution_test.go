@@ -1398,3 +1398,32 @@ func TestS26ClaimThatNeverArrived(t *testing.T) {
 		})
 	}
 }
+
+// S26: a claim that is acknowledged after its lease is released all the same, by a store that
+// heeds its context: nobody ran it, so not even a process that holds may call its
+// outcome unknown.
+func TestS26LateClaimIsReleased(t *testing.T) {
+	for _, after := range []time.Duration{execLease, 3 * execLease} {
+		t.Run(after.String(), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				g := newExecRig(t, execRuns(0, http.StatusCreated), nil)
+				g.store.on(execClaim, execFirst(func(_ context.Context, _ execCall, apply func() error) error {
+					err := apply()
+					time.Sleep(after)
+					return err
+				}))
+				g.store.on(execRelease, func(ctx context.Context, _ execCall, apply func() error) error {
+					if ctx.Err() != nil {
+						return ctx.Err()
+					}
+					return apply()
+				})
+				g.serve("a").requireProblem(t, http.StatusServiceUnavailable, idempotency.CodeRetry)
+				synctest.Wait()
+				holding := newExecRigOn(g.store, execRuns(0, http.StatusCreated), func(c *idempotency.Config) { c.HoldAbandoned = true })
+				holding.serve("a").requireRun(t, http.StatusCreated, "run 1")
+				require.NotContains(t, g.logged(), "not settled")
+			})
+		})
+	}
+}
