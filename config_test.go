@@ -337,7 +337,7 @@ func TestS15Methods(t *testing.T) {
 					unread = r.Body.(*countingBody).Len()
 				}))
 				var sent *http.Request
-				s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 					r.Body = &countingBody{strings.NewReader("amount=1")}
 					sent = r
 					h.ServeHTTP(plainWriter{w}, r)

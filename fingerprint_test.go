@@ -108,7 +108,7 @@ func TestS16WhatARetryMustRepeat(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{Methods: []string{"POST", "PUT"}})
 			var spy routeSpy
-			s := newSite(t, false, m.Named("charge").Handler(spy.handler("charge")))
+			s := newSite(t, http1, m.Named("charge").Handler(spy.handler("charge")))
 			ran := exchangeRaw(t, s, "POST", first)
 			require.Equal(t, http.StatusCreated, ran.status, ran.body)
 			a := exchangeRaw(t, s, tc.method, tc.retry)
@@ -175,7 +175,7 @@ func TestS16Schemes(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			store := newPrintStore()
 			var spy routeSpy
-			s := newSite(t, false, newMiddleware(t, store, tc.cfg).Handler(spy.handler("charge")))
+			s := newSite(t, http1, newMiddleware(t, store, tc.cfg).Handler(spy.handler("charge")))
 			text := requestText("POST", "/ch%61rges?b=2&a=1", body,
 				"Content-Type: application/json", "Content-Encoding: gzip", "Content-Type: text/json")
 			require.Equal(t, http.StatusCreated, exchangeRaw(t, s, "POST", text).status)
@@ -553,7 +553,7 @@ func TestS16CustomFingerprint(t *testing.T) {
 			return []byte(charge.Amount), err
 		}
 		m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{Fingerprint: selected})
-		s := newSite(t, false, m.Named("charge").Handler(http.HandlerFunc(echo)))
+		s := newSite(t, http1, m.Named("charge").Handler(http.HandlerFunc(echo)))
 		require.Equal(t, `{"amount":1,"sent":"10:00"} `, s.do(t.Context(), call{body: `{"amount":1,"sent":"10:00"} `}).body)
 		for _, retry := range []call{
 			{body: `{"sent":"10:05", "amount":1}`},
@@ -581,7 +581,7 @@ func TestS16CustomFingerprint(t *testing.T) {
 	t.Run("nothing selected", func(t *testing.T) {
 		nothing := func(*http.Request, io.Reader) ([]byte, error) { return nil, nil }
 		m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{Fingerprint: nothing})
-		s := newSite(t, false, m.Named("charge").Handler(http.HandlerFunc(echo)))
+		s := newSite(t, http1, m.Named("charge").Handler(http.HandlerFunc(echo)))
 		require.Equal(t, "amount=1", s.do(t.Context(), call{body: "amount=1"}).body)
 		require.Equal(t, "amount=1", s.do(t.Context(), call{body: "amount=2"}).body) // it said that they are the same
 	})

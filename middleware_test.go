@@ -45,20 +45,45 @@ func newMiddleware(tb testing.TB, store idempotency.Store, cfg idempotency.Confi
 // A site is a real server with a captured error log, and a client for it.
 type site struct {
 	*httptest.Server
+	proto  protocol
 	errors *syncBuffer
 	runs   atomic.Int64 // of the handler, where newGuardedSite made it
 }
 
-// newSite starts a server: over TLS with HTTP/2, or plain HTTP/1.1.
-func newSite(tb testing.TB, http2 bool, handler http.Handler) *site {
+// A protocol is what a site speaks, and nothing else.
+type protocol string
+
+const (
+	http1 protocol = "http1" // HTTP/1.1, without TLS
+	http2 protocol = "http2" // HTTP/2 over TLS
+	h2c   protocol = "h2c"   // HTTP/2 without TLS
+)
+
+// version is the major version of HTTP.
+func (p protocol) version() int {
+	if p == http1 {
+		return 1
+	}
+	return 2
+}
+
+// newSite starts a server.
+func newSite(tb testing.TB, proto protocol, handler http.Handler) *site {
 	tb.Helper()
-	s := &site{Server: httptest.NewUnstartedServer(handler), errors: &syncBuffer{}}
+	s := &site{Server: httptest.NewUnstartedServer(handler), proto: proto, errors: &syncBuffer{}}
 	s.Config.ErrorLog = log.New(s.errors, "", log.Lshortfile)
-	if http2 {
+	switch proto {
+	case http1:
+		s.Start()
+	case http2:
 		s.EnableHTTP2 = true
 		s.StartTLS()
-	} else {
+	case h2c:
+		only := new(http.Protocols)
+		only.SetUnencryptedHTTP2(true)
+		s.Config.Protocols = only
 		s.Start()
+		s.Client().Transport.(*http.Transport).Protocols = only
 	}
 	tb.Cleanup(s.Close)
 	return s
@@ -157,6 +182,9 @@ func (s *site) do(ctx context.Context, c call) reply {
 		return reply{err: err}
 	}
 	defer resp.Body.Close()
+	if resp.ProtoMajor != s.proto.version() {
+		return reply{err: fmt.Errorf("answered in %s, not over %s", resp.Proto, s.proto)}
+	}
 	body, err := io.ReadAll(resp.Body)
 	mu.Lock()
 	defer mu.Unlock()
@@ -171,7 +199,7 @@ func newGuardedSite(tb testing.TB, store idempotency.Store, cfg idempotency.Conf
 	tb.Helper()
 	var s *site
 	m := newMiddleware(tb, store, cfg)
-	s = newSite(tb, false, m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s = newSite(tb, http1, m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s.runs.Add(1)
 		h(w, r)
 	})))
@@ -290,7 +318,7 @@ func TestS20OuterHeadersAreTheRetrysOwn(t *testing.T) {
 		w.WriteHeader(http.StatusAccepted)
 	}))
 	requests := 0
-	s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		requests++
 		w.Header().Set("X-Request-Id", strings.Repeat("i", requests))
 		w.Header().Set("Access-Control-Allow-Origin", "*")
@@ -366,7 +394,7 @@ func TestS20OuterEditsDoNotReachTheRecord(t *testing.T) {
 	guarded := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Set-Cookie", "id=1")
 	}))
-	s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		guarded.ServeHTTP(securing{w}, r)
 	}))
 	for range 3 {
@@ -407,7 +435,7 @@ func TestCheckReplaySeesTheRetry(t *testing.T) {
 func TestS46PrintingShowsNoSecrets(t *testing.T) {
 	store := idempotency.NewMemoryStore()
 	m := newMiddleware(t, store, idempotency.Config{FingerprintSecret: []byte("open sesame, open sesame")})
-	s := newSite(t, false, m.Handler(http.HandlerFunc(echo)))
+	s := newSite(t, http1, m.Handler(http.HandlerFunc(echo)))
 	require.Equal(t, http.StatusCreated, s.do(t.Context(), call{tenant: "unmistakable"}).status)
 	for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%d", "%x"} {
 		printed := fmt.Sprintf(verb+verb, store, m)

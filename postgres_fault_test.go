@@ -31,7 +31,7 @@ func newPGSite(t *testing.T, db idempotency.PostgresDB, cfg idempotency.Config, 
 	s.logs = &syncBuffer{}
 	cfg.Logger = slog.New(slog.NewTextHandler(s.logs, nil))
 	s.m = newMiddleware(t, idempotency.NewPostgresStore(db), cfg)
-	s.site = newSite(t, false, s.m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s.site = newSite(t, http1, s.m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s.runs.Add(1)
 		h(w, r)
 	})))

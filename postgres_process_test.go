@@ -145,7 +145,7 @@ func startProcess(t *testing.T, cfg processConfig) *process {
 			p.lines <- out.Text()
 		}
 	}()
-	p.site = newSite(t, false, http.NotFoundHandler()) // for its client
+	p.site = newSite(t, http1, http.NotFoundHandler()) // for its client
 	p.URL = p.says(t, "http://")
 	return p
 }

@@ -328,7 +328,7 @@ func TestS34CustomRenderer(t *testing.T) {
 // S32: a problem leaves alone what outer middlewares have put on the response.
 func TestS32OuterHeaders(t *testing.T) {
 	guarded := newMiddleware(t, noStore{}, idempotency.Config{}).Handler(http.HandlerFunc(echo))
-	s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("X-Request-Id", "7")
 		w.Header().Set("Link", "</terms>; rel=terms-of-service")
 		w.Header().Set("Cache-Control", "max-age=60")
@@ -562,9 +562,9 @@ func TestS33OtherTenantsDoNotShow(t *testing.T) {
 
 // S32: inside of an encoder a problem does not send the length of its plain text.
 func TestS32ProblemInsideOfAnEncoder(t *testing.T) {
-	forEachProtocol(t, func(t *testing.T, http2 bool) {
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
 		t.Helper()
-		s := newSite(t, http2, gzipped(newMiddleware(t, noStore{}, idempotency.Config{}).Handler(http.HandlerFunc(echo))))
+		s := newSite(t, proto, gzipped(newMiddleware(t, noStore{}, idempotency.Config{}).Handler(http.HandlerFunc(echo))))
 		a := s.do(t.Context(), call{noKey: true})
 		require.NoError(t, a.err)
 		require.Equal(t, http.StatusBadRequest, a.status)

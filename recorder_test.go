@@ -19,11 +19,12 @@ import (
 	"github.com/keytuple/idempotency"
 )
 
-// forEachProtocol runs a test over HTTP/1.1 and over HTTP/2.
-func forEachProtocol(t *testing.T, f func(t *testing.T, http2 bool)) {
+// forEachProtocol runs a test over HTTP/1.1, and over HTTP/2 with and without TLS.
+func forEachProtocol(t *testing.T, f func(t *testing.T, proto protocol)) {
 	t.Helper()
-	t.Run("http1", func(t *testing.T) { f(t, false) })
-	t.Run("http2", func(t *testing.T) { f(t, true) })
+	for _, proto := range []protocol{http1, http2, h2c} {
+		t.Run(string(proto), func(t *testing.T) { f(t, proto) })
+	}
 }
 
 // A comparison is what one handler's answer looks like: from the bare server, from the
@@ -34,11 +35,11 @@ type comparison struct {
 	stored              idempotency.Response
 }
 
-func onTheWire(t *testing.T, http2 bool, handler http.HandlerFunc) comparison {
+func onTheWire(t *testing.T, proto protocol, handler http.HandlerFunc) comparison {
 	t.Helper()
 	store := &recordingStore{Store: idempotency.NewMemoryStore()}
-	bare := newSite(t, http2, handler)
-	guarded := newSite(t, http2, newMiddleware(t, store, idempotency.Config{}).Handler(handler))
+	bare := newSite(t, proto, handler)
+	guarded := newSite(t, proto, newMiddleware(t, store, idempotency.Config{}).Handler(handler))
 	w := comparison{bare: bare.do(t.Context(), call{}), first: guarded.do(t.Context(), call{}), replay: guarded.do(t.Context(), call{})}
 	w.errors, w.stored = guarded.errors.String(), store.stored
 	return w
@@ -191,9 +192,9 @@ func TestS31TheWireIsTheBareServers(t *testing.T) {
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			forEachProtocol(t, func(t *testing.T, http2 bool) {
+			forEachProtocol(t, func(t *testing.T, proto protocol) {
 				t.Helper()
-				onTheWire(t, http2, tc.handler).requireSame(t)
+				onTheWire(t, proto, tc.handler).requireSame(t)
 			})
 		})
 	}
@@ -202,7 +203,7 @@ func TestS31TheWireIsTheBareServers(t *testing.T) {
 // S20: the record holds what the handler sent, down to the sniffed content type,
 // and nothing it set too late.
 func TestS20StoredIsWhatWasSent(t *testing.T) {
-	w := onTheWire(t, false, func(w http.ResponseWriter, _ *http.Request) {
+	w := onTheWire(t, http1, func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Trailer", "X-Sum")
 		w.Header().Set("X-Kept", "1")
 		w.WriteHeader(http.StatusAccepted)
@@ -234,7 +235,7 @@ func TestS20MarksAreNotTheHandlers(t *testing.T) {
 		{"set outside", http.Header{idempotency.HeaderDeduplicated: {"false"}}, false, []string{"", "false"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			forEachProtocol(t, func(t *testing.T, http2 bool) {
+			forEachProtocol(t, func(t *testing.T, proto protocol) {
 				t.Helper()
 				m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
 				guarded := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -245,7 +246,7 @@ func TestS20MarksAreNotTheHandlers(t *testing.T) {
 						_ = http.NewResponseController(w).Flush()
 					}
 				}))
-				s := newSite(t, http2, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				s := newSite(t, proto, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 					maps.Copy(w.Header(), tc.outer)
 					guarded.ServeHTTP(w, r)
 				}))
@@ -277,7 +278,7 @@ func TestS20StoredTrailers(t *testing.T) {
 		{"with cookies", true, http.Header{"X-Sum": {"1"}, "Set-Cookie": {"id=1"}}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			forEachProtocol(t, func(t *testing.T, http2 bool) {
+			forEachProtocol(t, func(t *testing.T, proto protocol) {
 				t.Helper()
 				store := &recordingStore{Store: idempotency.NewMemoryStore()}
 				m := newMiddleware(t, store, idempotency.Config{StoreCookies: tc.cookies})
@@ -291,9 +292,9 @@ func TestS20StoredTrailers(t *testing.T) {
 						w.Header()[name] = values
 					}
 				})
-				bare := newSite(t, http2, handler).do(t.Context(), call{})
+				bare := newSite(t, proto, handler).do(t.Context(), call{})
 				require.Equal(t, []string{"id=1"}, bare.trailer["Set-Cookie"])
-				s := newSite(t, http2, m.Handler(handler))
+				s := newSite(t, proto, m.Handler(handler))
 				require.Equal(t, bare.trailer, s.do(t.Context(), call{}).trailer)
 				require.Equal(t, tc.stored, store.stored.Trailer)
 				retry := s.do(t.Context(), call{})
@@ -310,7 +311,7 @@ func TestS20StoredTrailers(t *testing.T) {
 // S20: a long answer is sent with its length, so that a client sees a broken
 // connection for what it is.
 func TestContentLengthIsComputed(t *testing.T) {
-	w := onTheWire(t, false, func(w http.ResponseWriter, _ *http.Request) {
+	w := onTheWire(t, http1, func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = io.WriteString(w, strings.Repeat("x", 100_000))
 	})
 	require.EqualValues(t, 100_000, w.first.length)
@@ -338,10 +339,10 @@ func gzipped(next http.Handler) http.Handler {
 // length.
 func TestNoContentLengthInsideOfAnEncoder(t *testing.T) {
 	text := strings.Repeat("hello ", 10_000)
-	forEachProtocol(t, func(t *testing.T, http2 bool) {
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
 		t.Helper()
 		m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
-		s := newSite(t, http2, gzipped(m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		s := newSite(t, proto, gzipped(m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Type", "text/plain")
 			_, _ = io.WriteString(w, text)
 		}))))
@@ -354,7 +355,7 @@ func TestNoContentLengthInsideOfAnEncoder(t *testing.T) {
 	})
 
 	t.Run("the handler encodes", func(t *testing.T) {
-		w := onTheWire(t, false, func(w http.ResponseWriter, _ *http.Request) {
+		w := onTheWire(t, http1, func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Encoding", "br")
 			_, _ = io.WriteString(w, text)
 		})
@@ -365,10 +366,10 @@ func TestNoContentLengthInsideOfAnEncoder(t *testing.T) {
 
 // S31: as the bare server, a handler cannot write more than it declared.
 func TestDeclaredLengthIsKept(t *testing.T) {
-	forEachProtocol(t, func(t *testing.T, http2 bool) {
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
 		t.Helper()
 		var failed error
-		w := onTheWire(t, http2, func(w http.ResponseWriter, _ *http.Request) {
+		w := onTheWire(t, proto, func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Length", "2")
 			_, err := io.WriteString(w, "ok")
 			if err == nil {
@@ -415,7 +416,7 @@ func TestDeclaredLengthNotReached(t *testing.T) {
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			forEachProtocol(t, func(t *testing.T, http2 bool) {
+			forEachProtocol(t, func(t *testing.T, proto protocol) {
 				t.Helper()
 				runs := 0
 				handler := func(w http.ResponseWriter, _ *http.Request) {
@@ -424,13 +425,13 @@ func TestDeclaredLengthNotReached(t *testing.T) {
 					w.WriteHeader(http.StatusCreated)
 					tc.write(w)
 				}
-				bare := newSite(t, http2, http.HandlerFunc(handler)).do(t.Context(), call{})
+				bare := newSite(t, proto, http.HandlerFunc(handler)).do(t.Context(), call{})
 				m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
-				s := newSite(t, http2, m.Handler(http.HandlerFunc(handler)))
+				s := newSite(t, proto, m.Handler(http.HandlerFunc(handler)))
 				first := s.do(t.Context(), call{})
 				require.Error(t, bare.err)
 				require.Error(t, first.err)
-				if !http2 { // there, the bare server lets too much pass
+				if proto == http1 { // with HTTP/2, the bare server lets too much pass
 					require.Equal(t, bare, first)
 				}
 				retry := eventually(t, s)
@@ -503,11 +504,11 @@ func TestS31ResponseController(t *testing.T) {
 // S22: a flushed chunk reaches the client while the handler still runs, and the
 // whole answer is recorded.
 func TestS22FlushStreams(t *testing.T) {
-	forEachProtocol(t, func(t *testing.T, http2 bool) {
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
 		t.Helper()
 		read := make(chan struct{})
 		m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
-		s := newSite(t, http2, m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		s := newSite(t, proto, m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			_, _ = io.WriteString(w, "one,")
 			_ = http.NewResponseController(w).Flush()
 			select {
@@ -563,12 +564,12 @@ func TestS23OverTheResponseLimit(t *testing.T) {
 		{"far over", 300 * limit, 7 * limit, false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			forEachProtocol(t, func(t *testing.T, http2 bool) {
+			forEachProtocol(t, func(t *testing.T, proto protocol) {
 				t.Helper()
 				body := strings.Repeat("<html>", tc.size)[:tc.size]
 				runs := 0
 				m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{MaxResponseBytes: limit})
-				s := newSite(t, http2, m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				s := newSite(t, proto, m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 					runs++
 					w.Header().Set("X-Kept", "1")
 					w.WriteHeader(http.StatusCreated)
@@ -615,7 +616,7 @@ func TestS25PanicReachesTheOuterRecovery(t *testing.T) {
 			panic("the same value")
 		}
 	}))
-	s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer func() {
 			if v := recover(); v != nil {
 				http.Error(w, v.(string), http.StatusInternalServerError)
@@ -707,7 +708,7 @@ func TestS22BrokenConnection(t *testing.T) {
 				seen = errors.Join(seen, err)
 			}))
 			broken := true
-			s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				if broken {
 					w = failingWriter{w}
 				}

@@ -637,7 +637,7 @@ func TestS08DefaultRoute(t *testing.T) {
 			cfg := idempotency.Config{Methods: []string{"GET", "HEAD", "POST", "PATCH"}}
 			m := newMiddleware(t, idempotency.NewMemoryStore(), cfg)
 			var spy routeSpy
-			s := newSite(t, false, tc.build(m.Handler, spy.handler))
+			s := newSite(t, http1, tc.build(m.Handler, spy.handler))
 			ran := map[string]routedOp{}
 			for _, op := range tc.ops {
 				if op.method == "" {
@@ -668,7 +668,7 @@ func TestS08DefaultRoute(t *testing.T) {
 func TestS08OnePatternIsOneRoute(t *testing.T) {
 	m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
 	var spy routeSpy
-	s := newSite(t, false, muxOf("POST /orders/{id}/pay", m.Handler(spy.handler("pay"))))
+	s := newSite(t, http1, muxOf("POST /orders/{id}/pay", m.Handler(spy.handler("pay"))))
 	first := s.do(t.Context(), call{path: "/orders/1/pay"})
 	require.Equal(t, http.StatusCreated, first.status)
 	require.Equal(t, []routeRun{{"pay", "POST /orders/{id}/pay"}}, spy.take())
@@ -699,7 +699,7 @@ func TestS08RetryToAnotherHost(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			var spy routeSpy
-			s := newSite(t, false, tc.build(newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{}), spy.handler("charge")))
+			s := newSite(t, http1, tc.build(newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{}), spy.handler("charge")))
 			for i, host := range []string{"one.test", "two.test", "two.test:8443", "[::1]:80", "::1"} {
 				a := exchangeRaw(t, s, "POST", rawHead("POST", "/charges", `"k"`, "Host: "+host, "Content-Length: 0")+"\r\n")
 				require.Equal(t, http.StatusCreated, a.status, host)
@@ -752,7 +752,7 @@ func TestS08FixedName(t *testing.T) {
 			store := idempotency.NewMemoryStore()
 			var spy routeSpy
 			for i, placement := range placements {
-				s := newSite(t, false, placement.build(tc.make(t, store), spy.handler("charge")))
+				s := newSite(t, http1, placement.build(tc.make(t, store), spy.handler("charge")))
 				a := s.do(t.Context(), call{path: "/v1/charges"})
 				require.Equal(t, http.StatusCreated, a.status, "%s: %s", placement.name, a.body)
 				require.Equal(t, i > 0, a.replayed(), placement.name)
@@ -765,7 +765,7 @@ func TestS08FixedName(t *testing.T) {
 	t.Run("two names on one middleware", func(t *testing.T) {
 		m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
 		var spy routeSpy
-		s := newSite(t, false, muxOf("POST /a", m.Named("a").Handler(spy.handler("a")), "POST /b", m.Named("b").Handler(spy.handler("b")),
+		s := newSite(t, http1, muxOf("POST /a", m.Named("a").Handler(spy.handler("a")), "POST /b", m.Named("b").Handler(spy.handler("b")),
 			"POST /c", m.Handler(spy.handler("c"))))
 		for _, path := range []string{"/a", "/b", "/c"} {
 			require.Equal(t, http.StatusCreated, s.do(t.Context(), call{path: path}).status)
@@ -779,7 +779,7 @@ func TestS08FixedName(t *testing.T) {
 func TestS08LongPath(t *testing.T) {
 	var spy routeSpy
 	store := idempotency.NewMemoryStore()
-	s := newSite(t, false, newMiddleware(t, store, idempotency.Config{}).Handler(spy.handler("any")))
+	s := newSite(t, http1, newMiddleware(t, store, idempotency.Config{}).Handler(spy.handler("any")))
 	path := func(routeLen int, last string) string { // of a route with that length
 		return "/" + strings.Repeat("p", routeLen-len("POST /")-len(last)) + last
 	}
@@ -840,7 +840,7 @@ func TestS09NoIdentityIsRefused(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			g := identityGuard{tenant: tc.tenant, principal: tc.principal, route: "charge"}
 			var spy routeSpy
-			s := newSite(t, false, g.middleware(t, noStore{}).Handler(spy.handler("charge")))
+			s := newSite(t, http1, g.middleware(t, noStore{}).Handler(spy.handler("charge")))
 			requireRefusedUnread(t, s, `"k"`, http.StatusForbidden, "no-identity")
 			require.Empty(t, spy.take())
 		})
@@ -872,7 +872,7 @@ func servePlain(t *testing.T, m *idempotency.Middleware) (*site, func() []plainR
 		runs = append(runs, plainRun{writer: w, request: r, body: string(body), executed: executed})
 		_, _ = fmt.Fprintf(w, "run %d", len(runs))
 	}))
-	s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		guarded.ServeHTTP(plainWriter{w}, r)
 	}))
 	return s, func() []plainRun {
@@ -945,7 +945,7 @@ func TestS10UnusableIdentity(t *testing.T) {
 				g := identityGuard{tenant: usable.tenant, principal: usable.principal, route: usable.route, unguarded: unguarded}
 				tc.edit(&g, tc.value)
 				var spy routeSpy
-				s := newSite(t, false, g.middleware(t, noStore{}).Handler(spy.handler("charge")))
+				s := newSite(t, http1, g.middleware(t, noStore{}).Handler(spy.handler("charge")))
 				requireRefusedUnread(t, s, `"k"`, http.StatusInternalServerError, "bad-identity")
 				require.Empty(t, spy.take())
 				logged := g.logs.String()
@@ -970,14 +970,14 @@ func TestS10UnusableName(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			m := newMiddleware(t, noStore{}, idempotency.Config{})
 			var spy routeSpy
-			s := newSite(t, false, m.Named(tc.route).Handler(spy.handler("charge")))
+			s := newSite(t, http1, m.Named(tc.route).Handler(spy.handler("charge")))
 			requireRefusedUnread(t, s, `"k"`, http.StatusInternalServerError, "bad-identity")
 			require.Empty(t, spy.take())
 		})
 	}
 	longest := strings.Repeat("n", idempotency.MaxRouteLen)
 	var spy routeSpy
-	s := newSite(t, false, newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{}).Named(longest).Handler(spy.handler("charge")))
+	s := newSite(t, http1, newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{}).Named(longest).Handler(spy.handler("charge")))
 	require.Equal(t, http.StatusCreated, s.do(t.Context(), call{}).status)
 	require.Equal(t, []routeRun{{"charge", longest}}, spy.take())
 }

@@ -200,7 +200,7 @@ func TestS17BodyInPieces(t *testing.T) {
 				b, err := io.ReadAll(r.Body)
 				same = err == nil && string(b) == body
 			}))
-			s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				r.Body = io.NopCloser(iotest.OneByteReader(bufio.NewReader(r.Body)))
 				guarded.ServeHTTP(w, r)
 			}))
@@ -309,7 +309,7 @@ func TestS17OuterLimit(t *testing.T) {
 			dir := newSpoolDir(t)
 			m := newMiddleware(t, noStore{}, idempotency.Config{SpoolThreshold: threshold})
 			guarded := m.Handler(http.HandlerFunc(echo))
-			s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				r.Body = http.MaxBytesReader(w, r.Body, 10)
 				guarded.ServeHTTP(w, r)
 			}))
@@ -342,7 +342,7 @@ func TestS17BrokenBody(t *testing.T) {
 					var spy routeSpy
 					guarded := newMiddleware(t, store, idempotency.Config{SpoolThreshold: threshold}).Handler(spy.handler("any"))
 					served := make(chan struct{}, 2)
-					s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 						guarded.ServeHTTP(w, r)
 						served <- struct{}{}
 					}))
@@ -373,7 +373,7 @@ func TestS17WrappedEndIsNoEnd(t *testing.T) {
 		dir := newSpoolDir(t)
 		var spy routeSpy
 		guarded := newMiddleware(t, noStore{}, idempotency.Config{SpoolThreshold: threshold}).Handler(spy.handler("any"))
-		s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			broken := iotest.ErrReader(fmt.Errorf("upstream broke off: %w", io.EOF))
 			r.Body = io.NopCloser(io.MultiReader(strings.NewReader("half"), broken))
 			r.ContentLength = -1
@@ -432,7 +432,7 @@ func TestS17BodyIsGone(t *testing.T) {
 				})
 				var spy routeSpy
 				guarded := m.Handler(spy.handler("any"))
-				s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 					tc.outer(r)
 					guarded.ServeHTTP(w, r)
 				}))
@@ -448,7 +448,7 @@ func TestS17BodyIsGone(t *testing.T) {
 
 	t.Run("read and put back", func(t *testing.T) {
 		guarded := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{}).Handler(http.HandlerFunc(echo))
-		s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			body, _ := io.ReadAll(r.Body)
 			r.Body = io.NopCloser(bytes.NewReader(body))
 			guarded.ServeHTTP(w, r)
@@ -463,7 +463,7 @@ func TestS17BodyIsGone(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			guarded := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{}).Handler(http.HandlerFunc(echo))
-			s := newSite(t, false, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				_ = r.FormValue("tenant")
 				guarded.ServeHTTP(w, r)
 			}))
