@@ -225,12 +225,17 @@ func (rec *recorder) fixMarks() {
 }
 
 // FlushError sends what was written so far; from here on the answer is streamed.
-// [http.ResponseController] calls it.
+// Where the inner writer cannot flush, that is [http.ErrNotSupported], as it would
+// be without a guard, and the answer stays held back. [http.ResponseController]
+// calls it.
 func (rec *recorder) FlushError() error {
 	rec.mu.Lock()
 	defer rec.mu.Unlock()
 	if rec.finished {
 		return errHandlerReturned
+	}
+	if !canFlush(rec.inner) {
+		return http.ErrNotSupported
 	}
 	if rec.status == 0 {
 		rec.freeze(http.StatusOK)
@@ -243,6 +248,22 @@ func (rec *recorder) FlushError() error {
 
 // Flush is FlushError for handlers that look for it by a type assertion.
 func (rec *recorder) Flush() { _ = rec.FlushError() }
+
+// canFlush reports whether [http.ResponseController] would find a way to flush w.
+func canFlush(w http.ResponseWriter) bool {
+	for {
+		switch t := w.(type) {
+		case *recorder: // of a guard around this one
+			w = t.inner
+		case interface{ FlushError() error }, interface{ Flush() }:
+			return true
+		case interface{ Unwrap() http.ResponseWriter }:
+			w = t.Unwrap()
+		default:
+			return false
+		}
+	}
+}
 
 // Hijack refuses: what is written to a connection cannot be recorded (S31).
 func (rec *recorder) Hijack() (net.Conn, *bufio.ReadWriter, error) {

@@ -689,46 +689,67 @@ func TestS26ClientGoneAfterTheHandlerWrote(t *testing.T) {
 	require.Equal(t, "done all the same", retry.body)
 }
 
-// S22: the connection failing while the answer is sent changes nothing about its
-// outcome; a streaming handler sees the error.
+// S22: the connection failing while the answer is sent, be it half way, changes
+// nothing about its outcome; a streaming handler sees the error.
 func TestS22BrokenConnection(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		stream bool
-	}{{"held back", false}, {"streamed", true}} {
+		passes int // bytes of the body
+	}{
+		{"held back", false, 0},
+		{"held back, half way", false, 2},
+		{"streamed", true, 0},
+		{"streamed, half way", true, 6},
+	} {
 		t.Run(tc.name, func(t *testing.T) {
-			var seen error
-			m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
-			guarded := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-				_, _ = io.WriteString(w, "one,")
-				if tc.stream {
-					seen = http.NewResponseController(w).Flush()
-				}
-				_, err := io.WriteString(w, "two")
-				seen = errors.Join(seen, err)
-			}))
-			broken := true
-			s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-				if broken {
-					w = failingWriter{w}
-				}
-				guarded.ServeHTTP(w, r)
-			}))
-			s.do(t.Context(), call{})
-			require.Equal(t, tc.stream, errors.Is(seen, errConnection), "%v", seen)
-			broken = false
-			retry := s.do(t.Context(), call{})
-			require.True(t, retry.replayed())
-			require.Equal(t, "one,two", retry.body)
+			forEachProtocol(t, func(t *testing.T, proto protocol) {
+				t.Helper()
+				var seen error
+				m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
+				guarded := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+					_, _ = io.WriteString(w, "one,")
+					if tc.stream {
+						seen = http.NewResponseController(w).Flush()
+					}
+					_, err := io.WriteString(w, "two")
+					seen = errors.Join(seen, err)
+				}))
+				broken := true
+				s := newSite(t, proto, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					if broken {
+						w = &failingWriter{unwrapper{w}, tc.passes}
+					}
+					guarded.ServeHTTP(w, r)
+				}))
+				require.Equal(t, "one,two"[:tc.passes], s.do(t.Context(), call{}).body)
+				require.Equal(t, tc.stream, errors.Is(seen, errConnection), "%v", seen)
+				broken = false
+				retry := s.do(t.Context(), call{})
+				require.True(t, retry.replayed())
+				require.Equal(t, "one,two", retry.body)
+			})
 		})
 	}
 }
 
 var errConnection = errors.New("connection is broken")
 
-type failingWriter struct{ http.ResponseWriter }
+// A failingWriter fails once passes bytes are written.
+type failingWriter struct {
+	unwrapper
+	passes int
+}
 
-func (failingWriter) Write([]byte) (int, error) { return 0, errConnection }
+func (w *failingWriter) Write(p []byte) (int, error) {
+	if len(p) <= w.passes {
+		w.passes -= len(p)
+		return w.unwrapper.Write(p)
+	}
+	n, err := w.unwrapper.Write(p[:w.passes])
+	w.passes -= n
+	return n, errors.Join(errConnection, err)
+}
 
 // S22: a goroutine that the handler left behind changes nothing stored or sent.
 func TestS22WritesAfterTheHandlerReturned(t *testing.T) {
