@@ -100,7 +100,7 @@ func (rec *recorder) freeze(status int) {
 	rec.frozen = rec.header.Clone()
 	rec.declared = -1
 	if v := rec.frozen.Get("Content-Length"); v != "" {
-		if n, err := strconv.ParseInt(textproto.TrimString(v), 10, 64); err == nil && n >= 0 {
+		if n, err := strconv.ParseInt(v, 10, 64); err == nil && n >= 0 {
 			rec.declared = n
 		} else {
 			delete(rec.frozen, "Content-Length") // net/http drops it, too
@@ -147,11 +147,6 @@ func recordBody[T []byte | string](rec *recorder, p T) (int, error) {
 // that follows passes through.
 func (rec *recorder) exceed(p []byte) (int, error) {
 	rec.overflow = true
-	start := rec.body
-	if len(start) == 0 {
-		start = p
-	}
-	rec.seal(start)
 	err := rec.send()
 	rec.body = nil
 	if err != nil {
@@ -166,7 +161,7 @@ func (rec *recorder) send() error {
 	if rec.sent {
 		return nil
 	}
-	rec.seal(rec.body)
+	rec.seal()
 	rec.sent = true
 	header := rec.inner.Header()
 	encoded := encodedOutside(header, rec.own)
@@ -186,26 +181,27 @@ func (rec *recorder) send() error {
 }
 
 // seal settles, while the inner writer still has the outer header alone, what the
-// header is and which part of it is the handler's. start is the body as far as
-// it is known.
-func (rec *recorder) seal(start []byte) {
+// header is and which part of it is the handler's.
+func (rec *recorder) seal() {
 	if rec.own != nil {
 		return
 	}
-	rec.fixContentType(start)
+	if !rec.overflow { // else no replay has to look the same
+		rec.fixContentType()
+	}
 	rec.fixMarks()
 	rec.own, rec.added = ownFields(rec.frozen, rec.inner.Header(), rec.cookies)
 }
 
 // fixContentType makes the content type that net/http is about to choose part of
 // the header, so that a replay, which writes the body in one piece, has the same.
-func (rec *recorder) fixContentType(start []byte) {
+func (rec *recorder) fixContentType() {
 	_, set := rec.frozen["Content-Type"]
 	if set || rec.frozen.Get("Content-Encoding") != "" || rec.frozen.Get("Transfer-Encoding") != "" || !bodyAllowed(rec.status) {
 		return
 	}
-	if len(start) > 0 {
-		rec.frozen["Content-Type"] = []string{http.DetectContentType(start)}
+	if len(rec.body) > 0 {
+		rec.frozen["Content-Type"] = []string{http.DetectContentType(rec.body)}
 	} else if !rec.finished {
 		rec.frozen["Content-Type"] = nil // flushed before the first byte: none
 	}
@@ -302,7 +298,7 @@ func (rec *recorder) finish() (resp Response, streamed bool) {
 		rec.freeze(http.StatusOK)
 	}
 	rec.finished = true
-	rec.seal(rec.body)
+	rec.seal()
 	rec.trailer = handlerTrailers(rec.frozen, rec.header)
 	if rec.overflow || rec.short() {
 		return Response{Status: rec.status, NotReplayable: true}, rec.sent

@@ -115,6 +115,10 @@ func TestS31TheWireIsTheBareServers(t *testing.T) {
 			w.Header().Set("Content-Length", "four")
 			write(w, "body")
 		}},
+		{"malformed length, for more than it says", func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", " 4")
+			write(w, "the body")
+		}},
 		{"sniffed HTML", func(w http.ResponseWriter, _ *http.Request) { write(w, "<html><body>") }},
 		{"sniffed JSON", func(w http.ResponseWriter, _ *http.Request) { write(w, `{"a":1}`) }},
 		{"sniffed bytes", func(w http.ResponseWriter, _ *http.Request) { write(w, "\x00\x01\x02") }},

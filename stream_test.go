@@ -67,6 +67,25 @@ func errString(err error) string {
 	return err.Error()
 }
 
+// S31, S23: an answer that goes out because it exceeds the limit has the content
+// type that the bare server finds, however small the first write was.
+func TestS23ContentTypeOverTheLimit(t *testing.T) {
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		handler := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			for _, part := range []string{"<", "h", "tml>"} {
+				_, _ = io.WriteString(w, part)
+			}
+		})
+		m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{MaxResponseBytes: 1})
+		bare, s := newSite(t, proto, handler), newSite(t, proto, m.Handler(handler))
+		first := s.do(t.Context(), call{})
+		require.Equal(t, "<html>", first.body)
+		require.Equal(t, bare.do(t.Context(), call{}).header, first.header)
+		require.Equal(t, "not-replayable", eventually(t, s).code(t))
+	})
+}
+
 // An unwrapper has nothing but a way to the writer inside it.
 type unwrapper struct{ http.ResponseWriter }
 
