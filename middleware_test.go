@@ -120,8 +120,14 @@ type reply struct {
 	body    string
 	length  int64
 	trailer http.Header
-	informs []int
+	informs []inform
 	err     error // of sending, or of reading the body
+}
+
+// An inform is a 1xx response.
+type inform struct {
+	status int
+	header http.Header
 }
 
 func (a reply) replayed() bool { return a.header.Get(idempotency.HeaderReplayed) == "true" }
@@ -166,10 +172,10 @@ func (s *site) do(ctx context.Context, c call) reply {
 	var a reply
 	var mu sync.Mutex
 	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
-		Got1xxResponse: func(code int, _ textproto.MIMEHeader) error {
+		Got1xxResponse: func(code int, header textproto.MIMEHeader) error {
 			mu.Lock()
 			defer mu.Unlock()
-			a.informs = append(a.informs, code)
+			a.informs = append(a.informs, inform{code, http.Header(maps.Clone(header))})
 			return nil
 		},
 	})

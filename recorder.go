@@ -32,13 +32,14 @@ type recorder struct {
 	head    bool  // the request is a HEAD: its answer has no body
 
 	// mu orders the handler with goroutines of its own that outlive it. inform,
-	// freeze, exceed, send, seal and short expect it to be held.
+	// place, freeze, exceed, send, seal and short expect it to be held.
 	mu       sync.Mutex
 	header   http.Header // the handler's
 	status   int         // 0: no header written
 	frozen   http.Header // the header as it was when the status was written
 	own      http.Header // of frozen: the fields that the handler set or deleted
 	added    http.Header // of frozen: the values that it appended to outer ones
+	outside  http.Header // what outer middlewares made of 1xx headers; nil values: deleted
 	trailer  http.Header // the trailers, once it has returned
 	declared int64       // the Content-Length that the handler declared, or -1
 	written  int64       // bytes of body the handler wrote, refused ones too
@@ -87,12 +88,45 @@ func (rec *recorder) WriteHeader(status int) {
 }
 
 // inform sends a 1xx response with the header as it is, which is not recorded (S31).
+// What an outer middleware makes of that header, such as an encoding it decides on,
+// it expects to find in the final one.
 func (rec *recorder) inform(status int) {
 	inner := rec.inner.Header()
 	outer := maps.Clone(inner)
-	replaceFields(inner, rec.header)
+	rec.place(rec.header)
 	rec.inner.WriteHeader(status)
+	for name, values := range inner {
+		if !slices.Equal(values, rec.header[name]) {
+			rec.setOutside(name, values)
+		}
+	}
+	for name := range rec.header {
+		if _, kept := inner[name]; !kept {
+			rec.setOutside(name, nil)
+		}
+	}
 	replaceFields(inner, outer)
+}
+
+func (rec *recorder) setOutside(name string, values []string) {
+	if rec.outside == nil {
+		rec.outside = make(http.Header)
+	}
+	rec.outside[name] = values
+}
+
+// place makes the inner writer's header equal to fields, but for what outer
+// middlewares have made of it since.
+func (rec *recorder) place(fields http.Header) {
+	header := rec.inner.Header()
+	replaceFields(header, fields)
+	for name, values := range rec.outside {
+		if len(values) == 0 {
+			delete(header, name)
+		} else {
+			header[name] = slices.Clone(values)
+		}
+	}
 }
 
 func (rec *recorder) freeze(status int) {
@@ -164,8 +198,8 @@ func (rec *recorder) send() error {
 	rec.seal()
 	rec.sent = true
 	header := rec.inner.Header()
-	encoded := encodedOutside(header, rec.own)
-	replaceFields(header, rec.frozen)
+	encoded := encodedOutside(header, rec.own) || encodedOutside(rec.outside, rec.own)
+	rec.place(rec.frozen)
 	if rec.finished {
 		if !encoded {
 			setContentLength(header, rec.status, len(rec.body), rec.trailer)

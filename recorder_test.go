@@ -81,6 +81,7 @@ func TestS31TheWireIsTheBareServers(t *testing.T) {
 		{"informational responses", func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Link", "</style.css>; rel=preload")
 			w.WriteHeader(http.StatusEarlyHints)
+			w.Header().Set("Link", "</script.js>; rel=preload")
 			w.WriteHeader(http.StatusEarlyHints)
 			w.Header().Del("Link")
 			w.WriteHeader(http.StatusCreated)
