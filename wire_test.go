@@ -58,3 +58,39 @@ func TestS31OuterDecisionAtInformationalResponse(t *testing.T) {
 		require.Equal(t, bare.header, retry.header)
 	})
 }
+
+// S31, S15, S13: a handler that runs unguarded gets the writer that the guard got.
+func TestS31UnguardedHandlerGetsTheOriginalWriter(t *testing.T) {
+	for _, tc := range []struct {
+		name  string
+		call  call
+		cfg   idempotency.Config
+		guard bool
+	}{
+		{"other method", call{method: http.MethodGet}, idempotency.Config{}, false},
+		{"no key", call{noKey: true}, idempotency.Config{OptionalKeys: true}, false},
+		{"guarded", call{}, idempotency.Config{}, true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			forEachProtocol(t, func(t *testing.T, proto protocol) {
+				t.Helper()
+				var outer, inner http.ResponseWriter
+				guarded := newMiddleware(t, noStoreUnless(tc.guard), tc.cfg).Handler(http.HandlerFunc(
+					func(w http.ResponseWriter, _ *http.Request) { inner = w }))
+				s := newSite(t, proto, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					outer = w
+					guarded.ServeHTTP(w, r)
+				}))
+				require.Equal(t, http.StatusOK, s.do(t.Context(), tc.call).status)
+				require.Equal(t, tc.guard, outer != inner)
+			})
+		})
+	}
+}
+
+func noStoreUnless(guarded bool) idempotency.Store {
+	if guarded {
+		return idempotency.NewMemoryStore()
+	}
+	return noStore{}
+}
