@@ -153,8 +153,8 @@ type Config struct {
 	Logger *slog.Logger
 	// OnEvent is told what became of each request, on the goroutine that serves it,
 	// with the request's context: it must be quick (S46). Lost leases and faults of the
-	// store are also told from other goroutines, during the request and after it.
-	// Default: none.
+	// store are also told from other goroutines, during the request and after it, where
+	// a panic of its ends the process. Default: none.
 	OnEvent func(context.Context, Event)
 }
 
