@@ -72,6 +72,7 @@ func newSite(tb testing.TB, proto protocol, handler http.Handler) *site {
 	tb.Helper()
 	s := &site{Server: httptest.NewUnstartedServer(handler), proto: proto, errors: &syncBuffer{}}
 	s.Config.ErrorLog = log.New(s.errors, "", log.Lshortfile)
+	leavesNothing(tb)
 	switch proto {
 	case http1:
 		s.Start()

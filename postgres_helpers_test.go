@@ -26,6 +26,7 @@ func newPool(t *testing.T, dbURL string, options ...func(*pgxpool.Config)) *pgxp
 
 func newPoolWith(t *testing.T, cfg *pgxpool.Config) *pgxpool.Pool {
 	t.Helper()
+	leavesNothing(t)
 	pool, err := pgxpool.NewWithConfig(t.Context(), cfg)
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)

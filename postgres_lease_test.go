@@ -229,7 +229,7 @@ func attemptOf(r *http.Request) int {
 // S27: a handler that runs for several leases keeps its key. Nobody else ever owns
 // it.
 func TestS27PostgresRenewalKeepsTheKey(t *testing.T) {
-	t.Parallel()
+	parallel(t)
 	db := newLifeDB(t)
 	db.remember(t)
 	leave := make(chan struct{})
@@ -263,7 +263,7 @@ func TestS27PostgresRenewalKeepsTheKey(t *testing.T) {
 // S27: renewals that fail while the database is away do no harm if one succeeds
 // before the lease is over.
 func TestS27PostgresRenewalRecovers(t *testing.T) {
-	t.Parallel()
+	parallel(t)
 	db := newLifeDB(t)
 	db.remember(t)
 	const lease = 2 * shortLease
@@ -304,7 +304,7 @@ func TestS27PostgresRenewalRecovers(t *testing.T) {
 // S27, S30: the database is away for longer than a lease while a handler runs. The
 // handler is told that its lease can no longer be counted on.
 func TestS27PostgresAwayForLongerThanTheLease(t *testing.T) {
-	t.Parallel()
+	parallel(t)
 	silent := func(http.ResponseWriter, *http.Request) {}
 	for _, tc := range []struct {
 		name    string
@@ -321,7 +321,7 @@ func TestS27PostgresAwayForLongerThanTheLease(t *testing.T) {
 		{"hold, handler gives up", false, true, silent, idempotency.CodeOutcomeUnknown, http.StatusConflict, "in_progress 1, ended", ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			t.Parallel()
+			parallel(t)
 			var db lifeDB
 			down, up := func() { db.proxy.Refuse(true) }, func() { db.proxy.Refuse(false) }
 			if tc.crash {
@@ -366,7 +366,7 @@ func TestS27PostgresAwayForLongerThanTheLease(t *testing.T) {
 
 // S27: the same, but another process has taken over when the database is back.
 func TestS27PostgresAwayAndTakenOver(t *testing.T) {
-	t.Parallel()
+	parallel(t)
 	for _, tc := range []struct {
 		name string
 		late http.HandlerFunc
@@ -375,7 +375,7 @@ func TestS27PostgresAwayAndTakenOver(t *testing.T) {
 		{"late outcome not to keep", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusBadGateway) }},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			t.Parallel()
+			parallel(t)
 			db := newLifeDB(t)
 			cfg := idempotency.Config{Lease: shortLease}
 			cancelled, leave := make(chan error, 1), make(chan struct{})
@@ -421,10 +421,10 @@ func patient(pool *pgxpool.Pool) idempotency.PostgresDB { return patientDB{pool}
 // S26, S27: a claim whose answer is late is not run. Given up or over by then, it is
 // released, be it one to be held, and touches nobody who has taken over.
 func TestS27PostgresClaimAcknowledgedLate(t *testing.T) {
-	t.Parallel()
+	parallel(t)
 	for _, hold := range []bool{false, true} {
 		t.Run(fmt.Sprintf("later than the store's time/hold=%v", hold), func(t *testing.T) {
-			t.Parallel()
+			parallel(t)
 			db := newLifeDB(t)
 			s := newLifeSite(t, db.proxy.URL(), idempotency.Config{
 				Lease: 30 * shortLease, StoreTimeout: shortLease / 2, HoldAbandoned: hold,
@@ -441,7 +441,7 @@ func TestS27PostgresClaimAcknowledgedLate(t *testing.T) {
 			s.quiet(t)
 		})
 		t.Run(fmt.Sprintf("later than its lease/hold=%v", hold), func(t *testing.T) {
-			t.Parallel()
+			parallel(t)
 			db := newLifeDB(t)
 			s := newLifeSite(t, db.proxy.URL(), idempotency.Config{Lease: shortLease, HoldAbandoned: hold}, attempt, patient)
 			held, release := db.proxy.HoldAnswer("8e03978e")
@@ -457,7 +457,7 @@ func TestS27PostgresClaimAcknowledgedLate(t *testing.T) {
 		})
 	}
 	t.Run("taken over", func(t *testing.T) {
-		t.Parallel()
+		parallel(t)
 		db := newLifeDB(t)
 		cfg := idempotency.Config{Lease: shortLease}
 		s := newLifeSite(t, db.proxy.URL(), cfg, attempt, patient)
@@ -482,7 +482,7 @@ func TestS27PostgresClaimAcknowledgedLate(t *testing.T) {
 // from its answer: a handler is cancelled when the database's lease ends, however
 // late the answer was.
 func TestS27PostgresDeadlineCountsFromSending(t *testing.T) {
-	t.Parallel()
+	parallel(t)
 	const lease = 2 * shortLease
 	for _, tc := range []struct {
 		name    string
@@ -494,7 +494,7 @@ func TestS27PostgresDeadlineCountsFromSending(t *testing.T) {
 		{"renewal", false, lease * 6 / 10, true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			t.Parallel()
+			parallel(t)
 			db := newLifeDB(t)
 			hold := func() (letGo func()) {
 				held, release := db.proxy.HoldAnswer("8e03978e")
@@ -541,7 +541,7 @@ func TestS27PostgresDeadlineCountsFromSending(t *testing.T) {
 // S27: a handler that hangs is cancelled after the longest execution time, and its
 // lease is left to run out. What it ends with after a take-over touches nothing.
 func TestS27PostgresHungHandler(t *testing.T) {
-	t.Parallel()
+	parallel(t)
 	for _, tc := range []struct {
 		name     string
 		takeOver bool
@@ -552,7 +552,7 @@ func TestS27PostgresHungHandler(t *testing.T) {
 		{"not taken over", false, http.StatusCreated},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			t.Parallel()
+			parallel(t)
 			db := newLifeDB(t)
 			cfg := idempotency.Config{Lease: shortLease, MaxExecution: shortLease / 2}
 			cancelled, leave := make(chan error, 1), make(chan struct{})
@@ -593,7 +593,7 @@ func TestS27PostgresHungHandler(t *testing.T) {
 // S27: where nothing may run twice, what broke off is in doubt at once, and stays
 // so for every process.
 func TestS27PostgresHold(t *testing.T) {
-	t.Parallel()
+	parallel(t)
 	db := newLifeDB(t)
 	discarded := func(h http.HandlerFunc) http.HandlerFunc {
 		return func(w http.ResponseWriter, r *http.Request) {
@@ -650,7 +650,7 @@ func TestS27PostgresHold(t *testing.T) {
 // S27: a handler that hangs where nothing may run twice is in doubt from the end of
 // its lease on, until it ends after all.
 func TestS27PostgresHoldHungHandler(t *testing.T) {
-	t.Parallel()
+	parallel(t)
 	db := newLifeDB(t)
 	cfg := idempotency.Config{Lease: shortLease, MaxExecution: shortLease / 10, HoldAbandoned: true}
 	leave := make(chan struct{})
@@ -677,7 +677,7 @@ func TestS27PostgresHoldHungHandler(t *testing.T) {
 // S25, S26: a handler that does not return releases its key, whether its client is
 // still there or not.
 func TestS25PostgresHandlerDoesNotReturn(t *testing.T) {
-	t.Parallel()
+	parallel(t)
 	db := newLifeDB(t)
 	for _, tc := range []struct {
 		name string
@@ -777,7 +777,7 @@ func (l *leaving) blocked(t *testing.T) {
 // S26: whenever a client leaves, its key is not left claimed, and a finished outcome
 // not lost.
 func TestS26PostgresClientLeaves(t *testing.T) {
-	t.Parallel()
+	parallel(t)
 	db := newLifeDB(t)
 	leaveInHandler := func(t *testing.T, l *leaving) func() {
 		t.Helper()
