@@ -204,9 +204,14 @@ func (s *site) do(ctx context.Context, c call) reply {
 // newGuardedSite starts an HTTP/1.1 server whose handler is guarded and counted.
 func newGuardedSite(tb testing.TB, store idempotency.Store, cfg idempotency.Config, h http.HandlerFunc) *site {
 	tb.Helper()
+	return newGuardedSiteOver(tb, http1, store, cfg, h)
+}
+
+func newGuardedSiteOver(tb testing.TB, proto protocol, store idempotency.Store, cfg idempotency.Config, h http.HandlerFunc) *site {
+	tb.Helper()
 	var s *site
 	m := newMiddleware(tb, store, cfg)
-	s = newSite(tb, http1, m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s = newSite(tb, proto, m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s.runs.Add(1)
 		h(w, r)
 	})))
@@ -314,36 +319,39 @@ func (b *blockingStore) Complete(ctx context.Context, l idempotency.Lease, r ide
 // S20: what belongs to outer middlewares is neither stored nor replayed: each
 // retry keeps its own.
 func TestS20OuterHeadersAreTheRetrysOwn(t *testing.T) {
-	m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
-	guarded := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		require.Equal(t, "Origin", w.Header().Get("Vary"), "the handler sees the outer header")
-		w.Header().Add("Vary", "Accept, Accept-Language")
-		w.Header().Add("Vary", "Accept-Encoding")
-		w.Header().Set("X-Set", "by the handler")
-		w.Header().Del("X-Deleted")
-		w.Header()["X-Lines"] = []string{"a, b", "c"}
-		w.WriteHeader(http.StatusAccepted)
-	}))
-	requests := 0
-	s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		requests++
-		w.Header().Set("X-Request-Id", strings.Repeat("i", requests))
-		w.Header().Set("Access-Control-Allow-Origin", "*")
-		w.Header().Add("Vary", "Origin")
-		w.Header().Set("X-Set", "by the outer one")
-		w.Header().Set("X-Deleted", "by the handler")
-		guarded.ServeHTTP(w, r)
-	}))
-	first, retry := s.do(t.Context(), call{}), s.do(t.Context(), call{})
-	require.True(t, retry.replayed())
-	for i, a := range []reply{first, retry} {
-		require.Equal(t, strings.Repeat("i", i+1), a.header.Get("X-Request-Id"))
-		require.Equal(t, []string{"*"}, a.header.Values("Access-Control-Allow-Origin"))
-		require.Equal(t, []string{"Origin", "Accept, Accept-Language", "Accept-Encoding"}, a.header.Values("Vary"))
-		require.Equal(t, []string{"by the handler"}, a.header.Values("X-Set"))
-		require.Equal(t, []string{"a, b", "c"}, a.header.Values("X-Lines"))
-		require.NotContains(t, a.header, "X-Deleted")
-	}
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
+		guarded := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			require.Equal(t, "Origin", w.Header().Get("Vary"), "the handler sees the outer header")
+			w.Header().Add("Vary", "Accept, Accept-Language")
+			w.Header().Add("Vary", "Accept-Encoding")
+			w.Header().Set("X-Set", "by the handler")
+			w.Header().Del("X-Deleted")
+			w.Header()["X-Lines"] = []string{"a, b", "c"}
+			w.WriteHeader(http.StatusAccepted)
+		}))
+		requests := 0
+		s := newSite(t, proto, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			requests++
+			w.Header().Set("X-Request-Id", strings.Repeat("i", requests))
+			w.Header().Set("Access-Control-Allow-Origin", "*")
+			w.Header().Add("Vary", "Origin")
+			w.Header().Set("X-Set", "by the outer one")
+			w.Header().Set("X-Deleted", "by the handler")
+			guarded.ServeHTTP(w, r)
+		}))
+		first, retry := s.do(t.Context(), call{}), s.do(t.Context(), call{})
+		require.True(t, retry.replayed())
+		for i, a := range []reply{first, retry} {
+			require.Equal(t, strings.Repeat("i", i+1), a.header.Get("X-Request-Id"))
+			require.Equal(t, []string{"*"}, a.header.Values("Access-Control-Allow-Origin"))
+			require.Equal(t, []string{"Origin", "Accept, Accept-Language", "Accept-Encoding"}, a.header.Values("Vary"))
+			require.Equal(t, []string{"by the handler"}, a.header.Values("X-Set"))
+			require.Equal(t, []string{"a, b", "c"}, a.header.Values("X-Lines"))
+			require.NotContains(t, a.header, "X-Deleted")
+		}
+	})
 }
 
 // S20: what is for one exchange, one connection or one client only is not stored.

@@ -4,6 +4,7 @@ import (
 	"compress/gzip"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"maps"
 	"net/http"
@@ -57,6 +58,7 @@ func (w comparison) requireSame(t *testing.T) {
 	require.Empty(t, replay.informs)
 	first.informs = nil
 	require.Equal(t, first, replay)
+	require.Equal(t, first.body, string(w.stored.Body), "what is recorded is what went over the wire")
 	require.NotContains(t, w.errors, "recorder.go", "no log line blames the recorder")
 }
 
@@ -90,6 +92,7 @@ func TestS31TheWireIsTheBareServers(t *testing.T) {
 		{"io.Copy of 80 KiB", func(w http.ResponseWriter, _ *http.Request) {
 			_, _ = io.Copy(w, strings.NewReader(long))
 		}},
+		{"io.WriteString of 80 KiB", func(w http.ResponseWriter, _ *http.Request) { write(w, long) }},
 		{"many writes", func(w http.ResponseWriter, _ *http.Request) {
 			for i := range 1000 {
 				write(w, strconv.Itoa(i))
@@ -470,40 +473,46 @@ func TestDeclaredLengthWithoutBody(t *testing.T) {
 // S31: an impossible status panics in the handler, as in net/http, and nothing is
 // kept (S25).
 func TestS31ImpossibleStatus(t *testing.T) {
-	for _, status := range []int{0, 99, 1000, -1} {
-		t.Run(strconv.Itoa(status), func(t *testing.T) {
-			impossible := true
-			s := newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
-				if impossible {
-					w.WriteHeader(status)
-				}
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		for _, status := range []int{0, 99, 1000, -1} {
+			t.Run(strconv.Itoa(status), func(t *testing.T) {
+				impossible := true
+				s := newGuardedSiteOver(t, proto, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
+					if impossible {
+						w.WriteHeader(status)
+					}
+				})
+				require.Error(t, s.do(t.Context(), call{}).err)
+				require.Contains(t, s.errors.String(), "invalid WriteHeader code "+strconv.Itoa(status))
+				impossible = false
+				retry := s.do(t.Context(), call{})
+				require.Equal(t, http.StatusOK, retry.status)
+				require.False(t, retry.replayed())
 			})
-			require.Error(t, s.do(t.Context(), call{}).err)
-			require.Contains(t, s.errors.String(), "invalid WriteHeader code "+strconv.Itoa(status))
-			impossible = false
-			retry := s.do(t.Context(), call{})
-			require.Equal(t, http.StatusOK, retry.status)
-			require.False(t, retry.replayed())
-		})
-	}
+		}
+	})
 }
 
 // S31: what is honest works through http.ResponseController, Hijack does not, and
 // there is no way around the recorder.
 func TestS31ResponseController(t *testing.T) {
-	s := newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
-		rc := http.NewResponseController(w)
-		require.NoError(t, rc.EnableFullDuplex())
-		require.NoError(t, rc.SetReadDeadline(time.Time{}))
-		require.NoError(t, rc.SetWriteDeadline(time.Time{}))
-		_, _, err := rc.Hijack()
-		require.ErrorIs(t, err, http.ErrNotSupported)
-		_, wraps := w.(interface{ Unwrap() http.ResponseWriter })
-		require.False(t, wraps)
-		w.WriteHeader(http.StatusCreated)
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		s := newGuardedSiteOver(t, proto, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
+			rc := http.NewResponseController(w)
+			require.NoError(t, rc.EnableFullDuplex())
+			require.NoError(t, rc.SetReadDeadline(time.Time{}))
+			require.NoError(t, rc.SetWriteDeadline(time.Time{}))
+			_, _, err := rc.Hijack()
+			require.ErrorIs(t, err, http.ErrNotSupported)
+			_, wraps := w.(interface{ Unwrap() http.ResponseWriter })
+			require.False(t, wraps)
+			w.WriteHeader(http.StatusCreated)
+		})
+		require.Equal(t, http.StatusCreated, s.do(t.Context(), call{}).status)
+		require.True(t, s.do(t.Context(), call{}).replayed())
 	})
-	require.Equal(t, http.StatusCreated, s.do(t.Context(), call{}).status)
-	require.True(t, s.do(t.Context(), call{}).replayed())
 }
 
 // S22: a flushed chunk reaches the client while the handler still runs, and the
@@ -551,6 +560,216 @@ func eventually(t *testing.T, s *site) reply {
 		runtime.Gosched()
 	}
 	return reply{}
+}
+
+// S31: a status without a body is replayed without one, and without the fields that
+// describe one.
+func TestS31ReplayWithoutBody(t *testing.T) {
+	for _, status := range []int{http.StatusNoContent, http.StatusNotModified} {
+		t.Run(strconv.Itoa(status), func(t *testing.T) {
+			forEachProtocol(t, func(t *testing.T, proto protocol) {
+				t.Helper()
+				s := newGuardedSiteOver(t, proto, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
+					w.WriteHeader(status)
+				})
+				for i := range 2 {
+					r, err := s.request(t.Context(), call{})
+					require.NoError(t, err)
+					resp, err := s.Client().Do(r)
+					require.NoError(t, err)
+					body, err := io.ReadAll(resp.Body)
+					require.NoError(t, err)
+					require.NoError(t, resp.Body.Close())
+					require.Equal(t, status, resp.StatusCode)
+					require.Equal(t, i == 1, resp.Header.Get(idempotency.HeaderReplayed) == "true")
+					require.Empty(t, body)
+					require.NotContains(t, resp.Header, "Content-Length")
+					require.NotContains(t, resp.Header, "Content-Type")
+				}
+				require.EqualValues(t, 1, s.runs.Load())
+			})
+		})
+	}
+}
+
+// S22, S31: a flush before the first byte sends the header at once.
+func TestS22FlushBeforeTheFirstWrite(t *testing.T) {
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		seen := make(chan struct{})
+		s := newGuardedSiteOver(t, proto, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("X-Early", "1")
+			w.WriteHeader(http.StatusAccepted)
+			require.NoError(t, http.NewResponseController(w).Flush())
+			select {
+			case <-seen:
+			case <-r.Context().Done():
+			}
+			_, _ = io.WriteString(w, "body")
+		})
+		r, err := s.request(t.Context(), call{})
+		require.NoError(t, err)
+		resp, err := s.Client().Do(r)
+		require.NoError(t, err)
+		defer resp.Body.Close()
+		require.Equal(t, http.StatusAccepted, resp.StatusCode)
+		require.Equal(t, "1", resp.Header.Get("X-Early"))
+		close(seen) // the handler still runs
+		body, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		require.Equal(t, "body", string(body))
+		require.Equal(t, "body", eventually(t, s).body)
+	})
+}
+
+// S31: a wrapper of the handler's own that has Unwrap and nothing else finds no way
+// past the recorder: a status set after its flush survives.
+func TestS31FlushThroughTheHandlersWrapper(t *testing.T) {
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		s := newGuardedSiteOver(t, proto, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
+			rc := http.NewResponseController(onlyUnwrap{w, w})
+			_, _, err := rc.Hijack()
+			require.ErrorIs(t, err, http.ErrNotSupported)
+			w.WriteHeader(http.StatusCreated)
+			require.NoError(t, rc.Flush())
+			_, _ = io.WriteString(w, "body")
+		})
+		first := s.do(t.Context(), call{})
+		require.Equal(t, http.StatusCreated, first.status)
+		retry := eventually(t, s)
+		require.Equal(t, []any{http.StatusCreated, first.body}, []any{retry.status, retry.body})
+	})
+}
+
+type onlyUnwrap struct {
+	http.ResponseWriter
+	inner http.ResponseWriter
+}
+
+func (w onlyUnwrap) Unwrap() http.ResponseWriter { return w.inner }
+
+// S23: over the limit after a flush, or by a flush's worth, the client still gets
+// all of it, trailers included, and a retry learns that it is done.
+func TestS23OverTheLimitAfterAFlush(t *testing.T) {
+	for _, declared := range []bool{true, false} {
+		t.Run(fmt.Sprintf("declared=%v", declared), func(t *testing.T) {
+			forEachProtocol(t, func(t *testing.T, proto protocol) {
+				t.Helper()
+				cfg := idempotency.Config{MaxResponseBytes: 10}
+				s := newGuardedSiteOver(t, proto, idempotency.NewMemoryStore(), cfg, func(w http.ResponseWriter, _ *http.Request) {
+					name := http.TrailerPrefix + "X-Sum"
+					if declared {
+						name = "X-Sum"
+						w.Header().Set("Trailer", name)
+					}
+					w.WriteHeader(http.StatusCreated)
+					_, _ = io.WriteString(w, "12345")
+					require.NoError(t, http.NewResponseController(w).Flush())
+					_, err := io.WriteString(w, "678901")
+					require.NoError(t, err)
+					w.Header().Set(name, "11")
+				})
+				first := s.do(t.Context(), call{})
+				require.NoError(t, first.err)
+				require.Equal(t, "12345678901", first.body)
+				require.Equal(t, "11", first.trailer.Get("X-Sum"))
+				retry := s.do(t.Context(), call{})
+				for retry.status == http.StatusConflict && retry.code(t) == "in-flight" {
+					retry = s.do(t.Context(), call{})
+				}
+				require.Equal(t, "not-replayable", retry.code(t))
+				require.Contains(t, retry.body, `"original_status":201`)
+				require.EqualValues(t, 1, s.runs.Load())
+			})
+		})
+	}
+}
+
+// S31: in full duplex a handler answers while it reads. The body was read for the
+// fingerprint before it ran, so nothing waits for anything, and the connection is
+// good for the next request.
+func TestS31FullDuplex(t *testing.T) {
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		body := strings.Repeat("0123456789abcdef", 20<<10) // over the spool's threshold
+		var addresses sync.Map
+		s := newGuardedSiteOver(t, proto, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
+			addresses.Store(r.RemoteAddr, true)
+			rc := http.NewResponseController(w)
+			if r.ProtoMajor == 1 {
+				require.NoError(t, rc.EnableFullDuplex())
+			}
+			buf := make([]byte, 16<<10)
+			for {
+				n, err := r.Body.Read(buf)
+				_, _ = w.Write(buf[:n])
+				require.NoError(t, rc.Flush())
+				if err != nil {
+					require.ErrorIs(t, err, io.EOF)
+					return
+				}
+			}
+		})
+		for _, key := range []string{`"1"`, `"2"`, `"3"`} {
+			first := s.do(t.Context(), call{key: key, body: body})
+			require.NoError(t, first.err)
+			require.Equal(t, body, first.body)
+		}
+		connections := 0
+		addresses.Range(func(any, any) bool { connections++; return true })
+		require.Equal(t, 1, connections)
+		retry := s.do(t.Context(), call{key: `"3"`, body: body})
+		require.True(t, retry.replayed())
+		require.Equal(t, body, retry.body)
+	})
+}
+
+// S22, S26: a client that leaves in the middle of a stream can have all of it
+// again.
+func TestS26ClientGoneMidStream(t *testing.T) {
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		s := newGuardedSiteOver(t, proto, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
+			_, _ = io.WriteString(w, "one,")
+			require.NoError(t, http.NewResponseController(w).Flush())
+			<-r.Context().Done()
+			_, _ = io.WriteString(w, "two")
+		})
+		ctx, leave := context.WithCancel(t.Context())
+		defer leave()
+		r, err := s.request(ctx, call{})
+		require.NoError(t, err)
+		resp, err := s.Client().Do(r)
+		require.NoError(t, err)
+		defer resp.Body.Close()
+		_, err = io.ReadFull(resp.Body, make([]byte, 4))
+		require.NoError(t, err)
+		leave()
+		retry := eventually(t, s)
+		require.True(t, retry.replayed())
+		require.Equal(t, "one,two", retry.body)
+		require.EqualValues(t, 1, s.runs.Load())
+	})
+}
+
+// S17, S31: http.MaxBytesReader in the handler works on the body that was spooled.
+func TestS17MaxBytesReaderInTheHandler(t *testing.T) {
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		s := newGuardedSiteOver(t, proto, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
+			var tooLarge *http.MaxBytesError
+			got, err := io.ReadAll(http.MaxBytesReader(w, r.Body, 4))
+			require.ErrorAs(t, err, &tooLarge)
+			http.Error(w, string(got), http.StatusRequestEntityTooLarge)
+		})
+		for i := range 2 {
+			a := s.do(t.Context(), call{body: "12345"})
+			require.Equal(t, http.StatusRequestEntityTooLarge, a.status)
+			require.Equal(t, "1234\n", a.body)
+			require.Equal(t, i == 1, a.replayed())
+		}
+	})
 }
 
 // S23: a response over the limit reaches the first caller whole; a retry learns
@@ -610,88 +829,97 @@ func TestS23OverTheResponseLimit(t *testing.T) {
 // S25: a panic goes on as it is, with nothing written: an outer middleware can
 // still answer, and the next request runs.
 func TestS25PanicReachesTheOuterRecovery(t *testing.T) {
-	broken := true
-	m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
-	guarded := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("X-Handler", "1")
-		w.WriteHeader(http.StatusEarlyHints)
-		w.WriteHeader(http.StatusCreated)
-		_, _ = io.WriteString(w, "never sent")
-		if broken {
-			panic("the same value")
-		}
-	}))
-	s := newSite(t, http1, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		defer func() {
-			if v := recover(); v != nil {
-				http.Error(w, v.(string), http.StatusInternalServerError)
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		broken := true
+		m := newMiddleware(t, idempotency.NewMemoryStore(), idempotency.Config{})
+		guarded := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("X-Handler", "1")
+			w.WriteHeader(http.StatusEarlyHints)
+			w.WriteHeader(http.StatusCreated)
+			_, _ = io.WriteString(w, "never sent")
+			if broken {
+				panic("the same value")
 			}
-		}()
-		guarded.ServeHTTP(w, r)
-	}))
-	first := s.do(t.Context(), call{})
-	require.Equal(t, http.StatusInternalServerError, first.status)
-	require.Equal(t, "the same value\n", first.body)
-	require.Empty(t, first.header.Get("X-Handler"))
-	broken = false
-	retry := s.do(t.Context(), call{})
-	require.Equal(t, http.StatusCreated, retry.status)
-	require.False(t, retry.replayed())
+		}))
+		s := newSite(t, proto, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			defer func() {
+				if v := recover(); v != nil {
+					http.Error(w, v.(string), http.StatusInternalServerError)
+				}
+			}()
+			guarded.ServeHTTP(w, r)
+		}))
+		first := s.do(t.Context(), call{})
+		require.Equal(t, http.StatusInternalServerError, first.status)
+		require.Equal(t, "the same value\n", first.body)
+		require.Empty(t, first.header.Get("X-Handler"))
+		broken = false
+		retry := s.do(t.Context(), call{})
+		require.Equal(t, http.StatusCreated, retry.status)
+		require.False(t, retry.replayed())
+	})
 }
 
 // S25: http.ErrAbortHandler breaks the connection and keeps nothing, streamed or
 // not; runtime.Goexit counts as not having returned.
 func TestS25AbortedHandler(t *testing.T) {
-	for _, tc := range []struct {
-		name  string
-		abort func(w http.ResponseWriter)
-	}{
-		{"abort", func(http.ResponseWriter) { panic(http.ErrAbortHandler) }},
-		{"abort after a flush", func(w http.ResponseWriter) {
-			_ = http.NewResponseController(w).Flush()
-			panic(http.ErrAbortHandler)
-		}},
-		{"Goexit", func(http.ResponseWriter) { runtime.Goexit() }},
-	} {
-		t.Run(tc.name, func(t *testing.T) {
-			var attempts []int
-			var mu sync.Mutex
-			s := newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
-				exec, _ := idempotency.FromContext(r.Context())
-				mu.Lock()
-				attempts = append(attempts, exec.Attempt())
-				mu.Unlock()
-				_, _ = io.WriteString(w, "part")
-				if exec.Attempt() == 1 {
-					tc.abort(w)
-				}
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		for _, tc := range []struct {
+			name  string
+			abort func(w http.ResponseWriter)
+		}{
+			{"abort", func(http.ResponseWriter) { panic(http.ErrAbortHandler) }},
+			{"abort after a flush", func(w http.ResponseWriter) {
+				_ = http.NewResponseController(w).Flush()
+				panic(http.ErrAbortHandler)
+			}},
+			{"Goexit", func(http.ResponseWriter) { runtime.Goexit() }},
+		} {
+			t.Run(tc.name, func(t *testing.T) {
+				var attempts []int
+				var mu sync.Mutex
+				s := newGuardedSiteOver(t, proto, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
+					exec, _ := idempotency.FromContext(r.Context())
+					mu.Lock()
+					attempts = append(attempts, exec.Attempt())
+					mu.Unlock()
+					_, _ = io.WriteString(w, "part")
+					if exec.Attempt() == 1 {
+						tc.abort(w)
+					}
+				})
+				require.Error(t, s.do(t.Context(), call{}).err)
+				retry := eventually(t, s)
+				require.Equal(t, "part", retry.body)
+				require.Equal(t, []int{1, 2}, attempts)
 			})
-			require.Error(t, s.do(t.Context(), call{}).err)
-			retry := eventually(t, s)
-			require.Equal(t, "part", retry.body)
-			require.Equal(t, []int{1, 2}, attempts)
-		})
-	}
+		}
+	})
 }
 
 // S26, S22: the client hanging up does not lose a finished outcome.
 func TestS26ClientGoneAfterTheHandlerWrote(t *testing.T) {
-	running, gone := make(chan struct{}), make(chan struct{})
-	s := newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
-		close(running)
-		<-r.Context().Done()
-		w.WriteHeader(http.StatusCreated)
-		_, _ = io.WriteString(w, "done all the same")
-		close(gone)
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		running, gone := make(chan struct{}), make(chan struct{})
+		s := newGuardedSiteOver(t, proto, idempotency.NewMemoryStore(), idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
+			close(running)
+			<-r.Context().Done()
+			w.WriteHeader(http.StatusCreated)
+			_, _ = io.WriteString(w, "done all the same")
+			close(gone)
+		})
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { <-running; cancel() }()
+		require.ErrorIs(t, s.do(ctx, call{}).err, context.Canceled)
+		<-gone
+		retry := eventually(t, s)
+		require.True(t, retry.replayed())
+		require.Equal(t, http.StatusCreated, retry.status)
+		require.Equal(t, "done all the same", retry.body)
 	})
-	ctx, cancel := context.WithCancel(t.Context())
-	go func() { <-running; cancel() }()
-	require.ErrorIs(t, s.do(ctx, call{}).err, context.Canceled)
-	<-gone
-	retry := eventually(t, s)
-	require.True(t, retry.replayed())
-	require.Equal(t, http.StatusCreated, retry.status)
-	require.Equal(t, "done all the same", retry.body)
 }
 
 // S22: the connection failing while the answer is sent, be it half way, changes
@@ -758,29 +986,32 @@ func (w *failingWriter) Write(p []byte) (int, error) {
 
 // S22: a goroutine that the handler left behind changes nothing stored or sent.
 func TestS22WritesAfterTheHandlerReturned(t *testing.T) {
-	returned, written := make(chan struct{}), make(chan error, 2)
-	store := &blockingStore{Store: idempotency.NewMemoryStore(), completing: make(chan struct{}), proceed: make(chan struct{})}
-	s := newGuardedSite(t, store, idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
-		_, _ = io.WriteString(w, "body")
+	forEachProtocol(t, func(t *testing.T, proto protocol) {
+		t.Helper()
+		returned, written := make(chan struct{}), make(chan error, 2)
+		store := &blockingStore{Store: idempotency.NewMemoryStore(), completing: make(chan struct{}), proceed: make(chan struct{})}
+		s := newGuardedSiteOver(t, proto, store, idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
+			_, _ = io.WriteString(w, "body")
+			go func() {
+				<-returned
+				w.Header().Set("X-Late", "1")
+				w.WriteHeader(http.StatusTeapot)
+				_, err := io.WriteString(w, "late")
+				written <- err
+				written <- http.NewResponseController(w).Flush()
+			}()
+		})
 		go func() {
-			<-returned
-			w.Header().Set("X-Late", "1")
-			w.WriteHeader(http.StatusTeapot)
-			_, err := io.WriteString(w, "late")
-			written <- err
-			written <- http.NewResponseController(w).Flush()
+			<-store.completing
+			close(returned)
+			require.Error(t, <-written)
+			require.Error(t, <-written)
+			close(store.proceed)
 		}()
+		first := s.do(t.Context(), call{})
+		require.Equal(t, "body", first.body)
+		require.Equal(t, http.StatusOK, first.status)
+		require.NotContains(t, first.header, "X-Late")
+		require.Equal(t, "body", s.do(t.Context(), call{}).body)
 	})
-	go func() {
-		<-store.completing
-		close(returned)
-		require.Error(t, <-written)
-		require.Error(t, <-written)
-		close(store.proceed)
-	}()
-	first := s.do(t.Context(), call{})
-	require.Equal(t, "body", first.body)
-	require.Equal(t, http.StatusOK, first.status)
-	require.NotContains(t, first.header, "X-Late")
-	require.Equal(t, "body", s.do(t.Context(), call{}).body)
 }
