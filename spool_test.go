@@ -533,6 +533,7 @@ func TestS17FileIsAlwaysRemoved(t *testing.T) {
 			_, _ = io.WriteString(w, "closed")
 		}, answer: "closed"},
 		{name: "panic", handler: func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, answer: "EOF"},
+		{name: "Goexit", handler: func(http.ResponseWriter, *http.Request) { runtime.Goexit() }, answer: "EOF"},
 		{name: "streamed answer", handler: func(w http.ResponseWriter, _ *http.Request) {
 			_, _ = io.WriteString(w, "a")
 			_ = http.NewResponseController(w).Flush()
@@ -579,6 +580,26 @@ func TestS17FileIsAlwaysRemoved(t *testing.T) {
 			}
 		})
 	}
+
+	t.Run("client gone", func(t *testing.T) {
+		dir := newSpoolDir(t)
+		started, ended := make(chan struct{}), make(chan struct{})
+		s := newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{SpoolThreshold: 1000},
+			func(_ http.ResponseWriter, r *http.Request) {
+				close(started)
+				<-r.Context().Done()
+				_, err := io.Copy(io.Discard, r.Body)
+				require.NoError(t, err, "the handler can still read")
+				close(ended)
+			})
+		conn := dialRaw(t, s)
+		conn.write(t, first)
+		<-started
+		require.NoError(t, conn.Close())
+		<-ended
+		s.Close() // when the request is done
+		dir.requireEmpty(t)
+	})
 
 	t.Run("in flight", func(t *testing.T) {
 		dir := newSpoolDir(t)
@@ -704,6 +725,12 @@ func TestS17ExpectContinue(t *testing.T) {
 	requireRefusedUnread(t, s, "", http.StatusBadRequest, "missing-key")
 	requireRefusedUnread(t, s, "bare", http.StatusBadRequest, "invalid-key")
 	requireRefusedUnread(t, s, `""`, http.StatusBadRequest, "invalid-key")
+	for _, missing := range []string{headerTenant, headerCaller} {
+		head := rawHead("POST", "/charges", `"k"`, "Host: api.test", "Content-Length: 2", "Expect: 100-continue") + "\r\n"
+		a := exchangeRaw(t, s, "POST", strings.Replace(head, missing, "Other", 1))
+		require.Equal(t, http.StatusForbidden, a.status, a.body)
+		require.Equal(t, "no-identity", a.code(t))
+	}
 
 	s = newGuardedSite(t, idempotency.NewMemoryStore(), idempotency.Config{}, echo)
 	for range 2 {
