@@ -31,3 +31,31 @@ func Unsettled(m *Middleware) int {
 	defer m.exec.background.mu.Unlock()
 	return len(m.exec.background.tasks)
 }
+
+// Limits of a PostgresStore's batches.
+const (
+	MaxBatch       = maxBatch
+	MaxBatchBytes  = maxBatchBytes
+	MaxQueueClaims = maxQueueClaims
+)
+
+// QueuedStatements returns how many statements of s wait for a batch.
+func QueuedStatements(s *PostgresStore) int {
+	s.batcher.mu.Lock()
+	defer s.batcher.mu.Unlock()
+	n := len(s.batcher.queue)
+	for _, waiting := range s.batcher.onWay {
+		n += len(waiting)
+	}
+	return n
+}
+
+// IsIdle reports whether s holds on to nothing.
+func IsIdle(s *PostgresStore) bool {
+	s.batcher.mu.Lock()
+	defer s.batcher.mu.Unlock()
+	s.flights.mu.Lock()
+	defer s.flights.mu.Unlock()
+	return s.batcher.senders == 0 && s.batcher.claims == 0 && len(s.batcher.queue) == 0 &&
+		len(s.batcher.onWay) == 0 && len(s.flights.byKey) == 0
+}

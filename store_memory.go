@@ -294,7 +294,7 @@ func (s *MemoryStore) evict(now time.Time) bool {
 	return true
 }
 
-// notQueued is the position of a record that cannot expire.
+// notQueued is the place in a queue of what is not in it.
 const notQueued = -1
 
 // A memoryRecord is in progress, completed or released; whether it is abandoned

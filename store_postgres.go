@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync/atomic"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -41,13 +42,23 @@ var (
 // payload) is one round trip that writes nothing (S36). Every time is the
 // database's (S28).
 //
-// It starts no goroutine: expired records stay until [PostgresStore.DeleteExpired]
-// is called. It is safe for concurrent use. Make one with [NewPostgresStore] or
-// [NewPostgresStoreWith]; the zero value is not usable.
+// Under load it does better than that, by group commit: calls that come while others
+// are on their way wait, and travel together, as one transaction in one round trip,
+// on at most two connections. What they return counts, as ever, only once it is
+// committed. Claims of one key at the same time share one. A call that meets no
+// other is sent at once, by its own goroutine. See [PostgresConfig].DisableBatching.
+//
+// No goroutine outlives the calls; expired records stay until
+// [PostgresStore.DeleteExpired] is called. [PostgresStore.Close] waits for what is
+// still on its way. It is safe for concurrent use. Make one with [NewPostgresStore]
+// or [NewPostgresStoreWith]; the zero value is not usable.
 type PostgresStore struct {
-	db     PostgresDB
-	sql    postgresSQL
-	faults []error // of its configuration; every method returns them
+	db      PostgresDB
+	sql     postgresSQL
+	batcher *batcher // nil: each statement is sent by itself, by its caller
+	flights claimFlights
+	closed  atomic.Bool
+	faults  []error // of its configuration; every method returns them
 }
 
 // NewPostgresStore returns a store with the defaults of [PostgresConfig].
@@ -59,11 +70,34 @@ func NewPostgresStore(db PostgresDB) *PostgresStore {
 // by [PostgresStore.CheckConfig], which [New] calls, and by every other method.
 func NewPostgresStoreWith(db PostgresDB, cfg PostgresConfig) *PostgresStore {
 	cfg = cfg.withDefaults()
-	return &PostgresStore{db: db, sql: newPostgresSQL(cfg.table()), faults: cfg.validate(db)}
+	s := &PostgresStore{db: db, sql: newPostgresSQL(cfg.table()), faults: cfg.validate(db)}
+	if !cfg.DisableBatching {
+		s.batcher = newBatcher(db)
+	}
+	return s
 }
 
 // CheckConfig implements [ConfigChecker].
 func (s *PostgresStore) CheckConfig() error { return errors.Join(s.faults...) }
+
+// Close refuses claims from now on, and waits until all that was sent is answered.
+// It returns ctx's error if ctx ends first, and may be called again. What ends an
+// operation (Complete, Release, Extend) is not refused. Call it after
+// [Middleware.Shutdown] and before the pool is closed; a store that is never closed
+// leaves nothing behind either.
+func (s *PostgresStore) Close(ctx context.Context) error {
+	s.closed.Store(true)
+	if s.batcher == nil {
+		return nil
+	}
+	if err := s.batcher.drain(ctx); err != nil {
+		return postgresError("close", err)
+	}
+	return nil
+}
+
+// errStoreClosed is the error of a claim after Close.
+var errStoreClosed = errors.New("store is closed")
 
 // maxTries bounds one call. Each try that does not decide comes from another
 // process that was faster, or from a connection that broke; a pool may hold many
@@ -73,10 +107,21 @@ const maxTries = 20
 // Claim implements [Store]. Where a rival was faster, or the connection broke,
 // it looks again, with the same owner, until it knows how the record stands. An
 // outage is [ErrNotClaimed] unless a statement was sent whose answer did not come.
+// So is a claim that finds thousands of others waiting for the database.
 func (s *PostgresStore) Claim(ctx context.Context, c Claim) (Record, error) {
 	if err := errors.Join(c.Validate(), s.CheckConfig()); err != nil {
 		return Record{}, err
 	}
+	if s.closed.Load() {
+		return Record{}, postgresError("claim", notClaimed(errStoreClosed))
+	}
+	if s.batcher == nil {
+		return s.claim(ctx, c)
+	}
+	return s.flights.claim(ctx, c, s.claim)
+}
+
+func (s *PostgresStore) claim(ctx context.Context, c Claim) (Record, error) {
 	args := claimArgs(c)
 	var err error
 	inDoubt := false
@@ -92,10 +137,12 @@ func (s *PostgresStore) Claim(ctx context.Context, c Claim) (Record, error) {
 		}
 	}
 	if !inDoubt {
-		err = fmt.Errorf("%w: %w", ErrNotClaimed, err)
+		err = notClaimed(err)
 	}
 	return Record{}, postgresError("claim", err)
 }
+
+func notClaimed(err error) error { return fmt.Errorf("%w: %w", ErrNotClaimed, err) }
 
 // errOvertaken reports that another claim changed the record between two looks
 // at it.
@@ -104,7 +151,7 @@ var errOvertaken = errors.New("overtaken by another claim")
 // tryClaim makes one attempt at a claim: it takes a key without a record or reads
 // the record, and takes that over if it is free.
 func (s *PostgresStore) tryClaim(ctx context.Context, c Claim, args []any) (Record, error) {
-	row, err := s.queryClaim(ctx, c.Owner, args)
+	row, err := s.queryClaim(ctx, c, args)
 	switch {
 	case err != nil:
 		return Record{}, err
@@ -121,28 +168,25 @@ func (s *PostgresStore) tryClaim(ctx context.Context, c Claim, args []any) (Reco
 // insertion, but is not visible yet. A server may also return two (Citus, where
 // the reading half sees what the inserting half did): the row of the claim's own
 // owner decides.
-func (s *PostgresStore) queryClaim(ctx context.Context, owner uuid.UUID, args []any) (claimRow, error) {
-	rows, err := s.db.Query(ctx, s.sql.claim, args...)
-	if err != nil {
-		return claimRow{}, err
-	}
-	defer rows.Close()
+func (s *PostgresStore) queryClaim(ctx context.Context, c Claim, args []any) (claimRow, error) {
 	var decisive claimRow
-	seen := false
-	for rows.Next() {
-		var row claimRow
-		if err := row.scan(rows); err != nil {
-			return claimRow{}, err
+	var seen bool
+	err := s.run(ctx, &statement{key: c.Key, sql: s.sql.claim, args: args, ofClaim: true, read: func(rows pgx.Rows) error {
+		for seen = false; rows.Next(); seen = true {
+			var row claimRow
+			if err := row.scan(rows); err != nil {
+				return err
+			}
+			if !seen || row.owner.Bytes == c.Owner {
+				decisive = row
+			}
 		}
-		if !seen || row.owner.Bytes == owner {
-			decisive = row
-		}
-		seen = true
-	}
-	if err := rows.Err(); err != nil {
+		return rows.Err()
+	}})
+	switch {
+	case err != nil:
 		return claimRow{}, err
-	}
-	if !seen {
+	case !seen:
 		return claimRow{}, errOvertaken
 	}
 	return decisive, nil
@@ -151,16 +195,28 @@ func (s *PostgresStore) queryClaim(ctx context.Context, owner uuid.UUID, args []
 // takeOver claims a record that was free when it was read, unless its owner or
 // its state has changed since.
 func (s *PostgresStore) takeOver(ctx context.Context, c Claim, args []any) (Record, error) {
-	rows, err := s.db.Query(ctx, s.sql.takeOver, args...)
-	if err != nil {
-		return Record{}, err
-	}
 	rec := Record{State: StateClaimed, Fingerprint: c.Fingerprint}
-	rec.Attempt, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int])
-	if errors.Is(err, pgx.ErrNoRows) {
+	st := statement{key: c.Key, sql: s.sql.takeOver, args: args, ofClaim: true, read: func(rows pgx.Rows) error {
+		if !rows.Next() {
+			return rows.Err()
+		}
+		return rows.Scan(&rec.Attempt)
+	}}
+	switch err := s.run(ctx, &st); {
+	case err != nil:
+		return Record{}, err
+	case st.touched == 0:
 		return Record{}, errOvertaken
 	}
-	return rec, err
+	return rec, nil
+}
+
+// run sends one statement about one key, alone or with others.
+func (s *PostgresStore) run(ctx context.Context, st *statement) error {
+	if s.batcher == nil {
+		return st.send(ctx, s.db)
+	}
+	return s.batcher.run(ctx, st)
 }
 
 // Complete implements [Store].
@@ -219,56 +275,48 @@ type change struct {
 	to   string // status that says that it is done already; none if empty
 }
 
+// statement returns the change of one record, as a statement.
+func (c change) statement(k ScopedKey, owner uuid.UUID) *statement {
+	return &statement{key: k, sql: c.sql, args: append(ownerArgs(k, owner), c.args...)}
+}
+
 // settle makes a change to all records of a lease, or to none.
 func (s *PostgresStore) settle(ctx context.Context, l Lease, c change) error {
 	keys := l.Keys
-	var done int
+	var done bool
 	var err error
 	if len(keys) == 1 {
-		done, err = s.changeAll(ctx, s.db, keys, l.Owner, c)
+		st := c.statement(keys[0], l.Owner)
+		err = s.run(ctx, st)
+		done = err == nil && st.touched > 0
 	} else {
 		// In the order in which every writer locks them, so that no two wait for each other.
 		keys = slices.Compact(slices.SortedFunc(slices.Values(keys), ScopedKey.compare))
 		done, err = s.changeInTx(ctx, keys, l.Owner, c)
 	}
-	if err != nil {
+	switch {
+	case err != nil:
 		return postgresError(c.name, err)
-	}
-	if done == len(keys) {
+	case done:
 		return nil
 	}
 	return s.checkDone(ctx, keys, l.Owner, c)
 }
 
-func (s *PostgresStore) changeInTx(ctx context.Context, keys []ScopedKey, owner uuid.UUID, c change) (int, error) {
+// changeInTx reports whether owner holds all records. If not, none is changed.
+func (s *PostgresStore) changeInTx(ctx context.Context, keys []ScopedKey, owner uuid.UUID, c change) (bool, error) {
 	tx, err := s.db.Begin(ctx)
 	if err != nil {
-		return 0, err
+		return false, err
 	}
 	defer func() { _ = tx.Rollback(ctx) }() // does nothing after the commit
-	done, err := s.changeAll(ctx, tx, keys, owner, c)
-	if err != nil || done < len(keys) {
-		return done, err
-	}
-	return done, tx.Commit(ctx)
-}
-
-// changeAll changes one record after the other and returns how many, up to the
-// first that owner does not hold.
-func (s *PostgresStore) changeAll(
-	ctx context.Context, db postgresExecer, keys []ScopedKey, owner uuid.UUID, c change,
-) (int, error) {
-	for i, k := range keys {
-		tag, err := db.Exec(ctx, c.sql, append(ownerArgs(k, owner), c.args...)...)
-		if err != nil || tag.RowsAffected() == 0 {
-			return i, err
+	for _, k := range keys {
+		st := c.statement(k, owner)
+		if err := st.send(ctx, tx); err != nil || st.touched == 0 {
+			return false, err
 		}
 	}
-	return len(keys), nil
-}
-
-type postgresExecer interface {
-	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+	return true, tx.Commit(ctx)
 }
 
 // checkDone tells a change that the owner has made before from one that it may
@@ -278,11 +326,11 @@ func (s *PostgresStore) checkDone(ctx context.Context, keys []ScopedKey, owner u
 		return ErrLeaseLost
 	}
 	for _, k := range keys {
-		tag, err := s.db.Exec(ctx, s.sql.settled, append(ownerArgs(k, owner), c.to)...)
-		if err != nil {
+		st := statement{key: k, sql: s.sql.settled, args: append(ownerArgs(k, owner), c.to)}
+		if err := s.run(ctx, &st); err != nil {
 			return postgresError(c.name, err)
 		}
-		if tag.RowsAffected() == 0 {
+		if st.touched == 0 {
 			return ErrLeaseLost
 		}
 	}

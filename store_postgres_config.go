@@ -13,7 +13,8 @@ import (
 // DefaultPostgresTable is the table of a [PostgresConfig] that names none.
 const DefaultPostgresTable = "idempotency_records"
 
-// PostgresConfig says where a [PostgresStore] keeps its records. The zero value
+// PostgresConfig says where a [PostgresStore] keeps its records, and how it sends
+// its statements. The zero value
 // is valid. Names are quoted: capital letters are kept, and any character may be
 // in them but U+0000 and the dollar sign.
 type PostgresConfig struct {
@@ -25,6 +26,11 @@ type PostgresConfig struct {
 	// Table is the table's name, at most 52 bytes, so that there is room for
 	// "_migrations" behind it. Default: [DefaultPostgresTable].
 	Table string
+	// DisableBatching sends each statement by itself, in a transaction of its own,
+	// on its caller's goroutine. Set it where a batch would span servers, as in a
+	// distributed database: its transaction would have to commit on all of them.
+	// Default: group commit, see [PostgresStore].
+	DisableBatching bool
 }
 
 const (

@@ -26,11 +26,10 @@ const (
 // accepts no connection, refuses to write, or takes too long is down.
 func isTransient(err error) bool {
 	var server *pgconn.PgError
-	var connect *pgconn.ConnectError
 	switch {
 	case errors.Is(err, errOvertaken):
 		return true
-	case errors.As(err, &connect):
+	case isOutage(err):
 		return false
 	case errors.As(err, &server):
 		return isServerTransient(server)
@@ -43,14 +42,20 @@ func isTransient(err error) bool {
 // server reports as well, may have come after the commit.
 func isWithoutEffect(err error) bool {
 	var server *pgconn.PgError
-	var connect *pgconn.ConnectError
 	switch {
-	case errors.Is(err, errOvertaken), errors.As(err, &connect), pgconn.SafeToRetry(err):
+	case errors.Is(err, errOvertaken), errors.Is(err, errNotSent), errors.Is(err, errQueueFull),
+		isOutage(err), pgconn.SafeToRetry(err):
 		return true
 	case errors.As(err, &server):
 		return !isSessionEnd(server)
 	}
 	return false
+}
+
+// isOutage reports whether the server accepts no connection.
+func isOutage(err error) bool {
+	var connect *pgconn.ConnectError
+	return errors.As(err, &connect)
 }
 
 func isServerTransient(err *pgconn.PgError) bool {

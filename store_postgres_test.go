@@ -26,26 +26,52 @@ import (
 )
 
 // S36, S37: the contract, in every mode that a pooler may force, in tables whose
-// names need quoting.
+// names need quoting: each statement by itself, and in batches with those of others.
 func TestPostgresStoreContract(t *testing.T) {
 	for _, mode := range modes {
-		t.Run(mode.String(), func(t *testing.T) {
-			pool := newPool(t, pgtest.Database(t), withMode(mode))
-			var tables atomic.Int64
-			storetest.Run(t, func(t *testing.T) storetest.Subject {
-				t.Helper()
-				cfg := idempotency.PostgresConfig{
-					Schema: `it's "the" schema`, Table: fmt.Sprintf(`Records %d"; --`, tables.Add(1)),
-				}
-				require.NoError(t, idempotency.MigrateWith(t.Context(), pool, cfg))
-				table := pgx.Identifier{cfg.Schema, cfg.Table}.Sanitize()
-				return storetest.Subject{
-					Store:   idempotency.NewPostgresStoreWith(pool, cfg),
-					Advance: func(d time.Duration) { advance(t, pool, table, d) },
-				}
+		for _, alone := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%v, alone %t", mode, alone), func(t *testing.T) {
+				pool := newPool(t, pgtest.Database(t), withMode(mode))
+				var tables atomic.Int64
+				storetest.Run(t, func(t *testing.T) storetest.Subject {
+					t.Helper()
+					cfg := idempotency.PostgresConfig{
+						Schema: `it's "the" schema`, Table: fmt.Sprintf(`Records %d"; --`, tables.Add(1)), DisableBatching: alone,
+					}
+					require.NoError(t, idempotency.MigrateWith(t.Context(), pool, cfg))
+					table := pgx.Identifier{cfg.Schema, cfg.Table}.Sanitize()
+					store := idempotency.NewPostgresStoreWith(pool, cfg)
+					if !alone {
+						crowded(t, store)
+					}
+					return storetest.Subject{
+						Store:   store,
+						Advance: func(d time.Duration) { advance(t, pool, table, d) },
+					}
+				})
 			})
+		}
+	}
+}
+
+// crowded keeps a store busy with renewals of leases that nobody holds, until the
+// end of the test, so that other statements travel together with them.
+func crowded(t *testing.T, store *idempotency.PostgresStore) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	for i := range 4 {
+		lease := memoryLeaseOf(memoryClaim(t, fmt.Sprintf("of the crowd %d", i)))
+		wg.Go(func() {
+			for ctx.Err() == nil {
+				if err := store.Extend(ctx, lease); !errors.Is(err, idempotency.ErrLeaseLost) && ctx.Err() == nil {
+					t.Error(err)
+					return
+				}
+			}
 		})
 	}
+	t.Cleanup(func() { cancel(); wg.Wait() })
 }
 
 // S36: stricter isolation levels, as a database may have by default, change

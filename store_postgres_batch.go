@@ -1,0 +1,308 @@
+package idempotency
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Limits of a batcher.
+const (
+	maxSenders     = 2
+	maxBatch       = 128     // statements
+	maxBatchBytes  = 1 << 20 // of statements; a larger one goes alone
+	maxQueueClaims = 4096
+)
+
+var (
+	// errNotSent is the error of a statement whose caller left before it was sent.
+	errNotSent = errors.New("not sent")
+	// errQueueFull is the error of a claim that found too many others waiting.
+	errQueueFull = errors.New("too many claims wait for the database")
+)
+
+// A batcher sends the statements of concurrent calls together, in one transaction
+// and one round trip: what comes while others are on their way waits, and goes with
+// the next batch. There is no timer. A call that meets no other sends its statement
+// itself, as if there were no batcher.
+//
+// At most one statement about a key is on its way. A batch has its statements in
+// the order of their keys, so that no two wait for each other.
+type batcher struct {
+	db PostgresDB
+
+	mu      sync.Mutex
+	senders int                     // flushers, and callers that send their own statement
+	onWay   map[ScopedKey][]*queued // keys with a statement on its way, and what waits for it
+	queue   statementQueue          // what may be sent at once
+	claims  int                     // of what waits
+	seq     uint64                  // of the last that came to wait
+	idle    chan struct{}           // closed when the last sender ends; nil while nobody waits
+}
+
+func newBatcher(db PostgresDB) *batcher {
+	return &batcher{db: db, onWay: make(map[ScopedKey][]*queued)}
+}
+
+// run sends the statement, with others or alone, and returns when it is committed.
+// If ctx ends first, it returns at once: with errNotSent, or not knowing what
+// becomes of the statement.
+func (b *batcher) run(ctx context.Context, st *statement) error {
+	if err := ctx.Err(); err != nil {
+		return notSent(err)
+	}
+	if b.goAhead(st) {
+		defer b.arrived(st.key)
+		return st.send(ctx, b.db)
+	}
+	q, err := b.enqueue(ctx, st)
+	if err != nil {
+		return err
+	}
+	select {
+	case <-q.answered:
+		return q.err
+	case <-ctx.Done():
+		return b.leave(q)
+	}
+}
+
+func notSent(err error) error { return fmt.Errorf("%w: %w", errNotSent, err) }
+
+// goAhead reports whether a call may send its statement itself. It is a sender
+// then, until it calls arrived.
+func (b *batcher) goAhead(st *statement) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if _, busy := b.onWay[st.key]; busy || b.senders == maxSenders || len(b.queue) > 0 {
+		return false
+	}
+	b.senders++
+	b.onWay[st.key] = nil
+	return true
+}
+
+// arrived ends a call's own sending. What has come meanwhile is left to a flusher.
+func (b *batcher) arrived(key ScopedKey) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.release(key)
+	if len(b.queue) > 0 {
+		go b.flush()
+		return
+	}
+	b.endSender()
+}
+
+func (b *batcher) endSender() {
+	b.senders--
+	if b.senders == 0 && b.idle != nil {
+		close(b.idle)
+		b.idle = nil
+	}
+}
+
+// release lets the next statements about a key go.
+func (b *batcher) release(key ScopedKey) {
+	for _, q := range b.onWay[key] {
+		b.queue.push(q)
+	}
+	delete(b.onWay, key)
+}
+
+// enqueue makes a statement wait for its batch. Only claims may be too many: what
+// ends an operation makes room, and is worth more than a new one.
+func (b *batcher) enqueue(ctx context.Context, st *statement) (*queued, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if st.ofClaim {
+		if b.claims >= maxQueueClaims {
+			return nil, errQueueFull
+		}
+		b.claims++
+	}
+	b.seq++
+	q := &queued{statement: st, ctx: ctx, due: dueTime(ctx), seq: b.seq, place: notQueued, answered: make(chan struct{})}
+	if waiting, busy := b.onWay[st.key]; busy {
+		b.onWay[st.key] = append(waiting, q)
+	} else {
+		b.queue.push(q)
+		b.wake()
+	}
+	return q, nil
+}
+
+// wake starts a flusher if the last sender ended before the statement was queued.
+func (b *batcher) wake() {
+	if b.senders < maxSenders {
+		b.senders++
+		go b.flush()
+	}
+}
+
+// leave takes a statement back whose caller does not wait any longer. One that is
+// on its way goes on, unless nobody waits for any of its batch.
+func (b *batcher) leave(q *queued) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	err := q.ctx.Err()
+	switch {
+	case q.isAnswered():
+		return q.err
+	case q.batch != nil:
+		q.batch.leave()
+		return err
+	case q.place != notQueued:
+		b.queue.remove(q)
+	default:
+		b.onWay[q.key] = slices.DeleteFunc(b.onWay[q.key], func(other *queued) bool { return other == q })
+	}
+	b.dequeued(q)
+	return notSent(err)
+}
+
+func (b *batcher) dequeued(q *queued) {
+	if q.ofClaim {
+		b.claims--
+	}
+}
+
+// flush sends one batch after the other until nothing waits.
+func (b *batcher) flush() {
+	for bt := b.nextBatch(); bt != nil; bt = b.nextBatch() {
+		b.send(bt)
+	}
+}
+
+// nextBatch takes what is due first. Where there is nothing, the caller is no
+// sender any more.
+func (b *batcher) nextBatch() *batch {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	var members []*queued
+	for size := 0; len(b.queue) > 0 && len(members) < maxBatch; {
+		q := b.queue[0]
+		if waiting, busy := b.onWay[q.key]; busy {
+			b.onWay[q.key] = append(waiting, b.queue.pop())
+			continue
+		}
+		if size += q.size(); size > maxBatchBytes && len(members) > 0 {
+			break
+		}
+		members = append(members, b.queue.pop())
+		b.onWay[q.key] = nil
+		b.dequeued(q)
+	}
+	if len(members) == 0 {
+		b.endSender()
+		return nil
+	}
+	return newBatch(members)
+}
+
+// send sends a batch and answers its members. Where it fails, it was undone as a
+// whole, for the sake of one member perhaps: each goes again, alone.
+func (b *batcher) send(bt *batch) {
+	defer bt.cancel()
+	err := bt.send(b.db)
+	if err == nil || len(bt.members) == 1 || isOutage(err) {
+		b.answer(err, bt.members...)
+		return
+	}
+	for i, q := range bt.members {
+		err := q.ctx.Err()
+		if err == nil {
+			err = q.send(q.ctx, b.db)
+		}
+		if isOutage(err) {
+			b.answer(err, bt.members[i:]...)
+			return
+		}
+		b.answer(err, q)
+	}
+}
+
+// answer tells the callers of statements how they ended.
+func (b *batcher) answer(err error, answered ...*queued) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, q := range answered {
+		q.err = err
+		close(q.answered)
+		b.release(q.key)
+	}
+}
+
+// drain waits until nothing waits or is on its way.
+func (b *batcher) drain(ctx context.Context) error {
+	for {
+		b.mu.Lock()
+		if b.senders == 0 {
+			b.mu.Unlock()
+			return nil
+		}
+		if b.idle == nil {
+			b.idle = make(chan struct{})
+		}
+		idle := b.idle
+		b.mu.Unlock()
+		select {
+		case <-idle:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// A batch is what is sent together.
+type batch struct {
+	members []*queued
+	ctx     context.Context // ends when all members' callers have left
+	cancel  context.CancelFunc
+	staying int // members whose callers still wait, guarded by the batcher's mutex
+}
+
+func newBatch(members []*queued) *batch {
+	bt := &batch{members: members, staying: len(members)}
+	bt.ctx, bt.cancel = context.WithCancel(context.WithoutCancel(members[0].ctx))
+	for _, q := range members {
+		q.batch = bt
+	}
+	return bt
+}
+
+func (bt *batch) leave() {
+	bt.staying--
+	if bt.staying == 0 {
+		bt.cancel()
+	}
+}
+
+// send sends the batch and reads its answers. They count once it returns nil: only
+// then is the transaction committed.
+func (bt *batch) send(db PostgresDB) error {
+	if len(bt.members) == 1 {
+		return bt.members[0].send(bt.ctx, db)
+	}
+	slices.SortFunc(bt.members, func(a, b *queued) int { return a.key.compare(b.key) })
+	var statements pgx.Batch
+	for _, q := range bt.members {
+		statements.Queue(q.sql, q.args...)
+	}
+	results := db.SendBatch(bt.ctx, &statements)
+	for _, q := range bt.members {
+		rows, err := results.Query()
+		if err == nil {
+			err = q.receive(rows)
+		}
+		if err != nil {
+			_ = results.Close()
+			return err
+		}
+	}
+	return results.Close()
+}
