@@ -68,7 +68,7 @@ func (d *duplicates) land() int {
 	d.t.Helper()
 	d.db.open()
 	d.wg.Wait()
-	require.True(d.t, idempotency.IsIdle(d.PostgresStore))
+	awaitIdle(d.t, d.PostgresStore)
 	return len(d.db.log())
 }
 
