@@ -18,7 +18,7 @@ type background struct {
 	mu     sync.Mutex
 	tasks  map[*backgroundTask]struct{}
 	closed bool
-	idle   chan struct{} // closed when the last task ends; nil while nobody waits
+	idle   idleSignal
 }
 
 type backgroundTask struct{ cancel context.CancelFunc }
@@ -50,20 +50,17 @@ func (b *background) end(task *backgroundTask) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	delete(b.tasks, task)
-	if len(b.tasks) == 0 && b.idle != nil {
-		close(b.idle)
-		b.idle = nil
+	if len(b.tasks) == 0 {
+		b.idle.raise()
 	}
 }
 
 // shutdown waits for all tasks. When ctx ends first, it cancels those that are
 // left and says how many. Either way no task starts afterwards.
 func (b *background) shutdown(ctx context.Context) error {
-	if b.waitIdle(ctx) {
-		return nil
-	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	b.idle.wait(ctx, &b.mu, func() bool { return len(b.tasks) == 0 })
 	b.closed = true
 	left := len(b.tasks)
 	for task := range b.tasks {
@@ -75,24 +72,31 @@ func (b *background) shutdown(ctx context.Context) error {
 	return fmt.Errorf("%w with %d outcomes not settled: %w", errShutDown, left, context.Cause(ctx))
 }
 
-func (b *background) waitIdle(ctx context.Context) bool {
-	for {
-		b.mu.Lock()
-		if len(b.tasks) == 0 {
-			b.closed = true
-			b.mu.Unlock()
-			return true
+// An idleSignal wakes those who wait until nothing is going on. It is guarded by
+// the mutex of what it is a part of. The zero value is ready.
+type idleSignal struct{ raised chan struct{} } // nil while nobody waits
+
+// raise wakes those who wait.
+func (s *idleSignal) raise() {
+	if s.raised != nil {
+		close(s.raised)
+		s.raised = nil
+	}
+}
+
+// wait returns when idle reports true or ctx ends, and unlocks mu while it waits.
+func (s *idleSignal) wait(ctx context.Context, mu *sync.Mutex, idle func() bool) {
+	for !idle() && ctx.Err() == nil {
+		if s.raised == nil {
+			s.raised = make(chan struct{})
 		}
-		if b.idle == nil {
-			b.idle = make(chan struct{})
-		}
-		idle := b.idle
-		b.mu.Unlock()
+		raised := s.raised
+		mu.Unlock()
 		select {
-		case <-idle:
+		case <-raised:
 		case <-ctx.Done():
-			return false
 		}
+		mu.Lock()
 	}
 }
 

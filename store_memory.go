@@ -1,7 +1,6 @@
 package idempotency
 
 import (
-	"container/heap"
 	"context"
 	"crypto/subtle"
 	"errors"
@@ -75,8 +74,8 @@ type MemoryStore struct {
 
 	mu      sync.Mutex
 	records map[ScopedKey]*memoryRecord
-	expiry  expiryQueue // all records that can expire
-	bytes   int64       // sum of the sizes of records
+	expiry  dueQueue[*memoryRecord] // all records that can expire
+	bytes   int64                   // sum of the sizes of records
 }
 
 // NewMemoryStore returns an empty store with the defaults of [MemoryConfig].
@@ -252,7 +251,7 @@ func (s *MemoryStore) enqueue(r *memoryRecord) {
 	if r.state == StateInProgress {
 		if r.held {
 			if r.position != notQueued {
-				heap.Remove(&s.expiry, r.position)
+				s.expiry.remove(r.position)
 			}
 			return
 		}
@@ -262,12 +261,12 @@ func (s *MemoryStore) enqueue(r *memoryRecord) {
 	}
 	if r.position == notQueued {
 		r.due = due
-		heap.Push(&s.expiry, r)
+		s.expiry.push(r)
 		return
 	}
 	if !due.Equal(r.due) {
 		r.due = due
-		heap.Fix(&s.expiry, r.position)
+		s.expiry.moved(r.position)
 	}
 }
 
@@ -288,14 +287,11 @@ func (s *MemoryStore) evict(now time.Time) bool {
 		return false
 	}
 	r := s.expiry[0]
-	heap.Pop(&s.expiry)
+	s.expiry.pop()
 	delete(s.records, r.key)
 	s.bytes -= r.size
 	return true
 }
-
-// notQueued is the place in a queue of what is not in it.
-const notQueued = -1
 
 // A memoryRecord is in progress, completed or released; whether it is abandoned
 // or expired is a question of the time.
@@ -312,7 +308,7 @@ type memoryRecord struct {
 	size        int64
 
 	due      time.Time // when it expires, if it is queued
-	position int       // in the expiryQueue
+	position int       // in the store's expiry queue
 }
 
 func (r *memoryRecord) expired(now time.Time) bool {
@@ -346,33 +342,8 @@ func (r *memoryRecord) view(now time.Time) Record {
 	return v
 }
 
-// An expiryQueue is a heap of records, the one to expire first at the front.
-type expiryQueue []*memoryRecord
-
-func (q expiryQueue) Len() int           { return len(q) }
-func (q expiryQueue) Less(i, j int) bool { return q[i].due.Before(q[j].due) }
-
-func (q expiryQueue) Swap(i, j int) {
-	q[i], q[j] = q[j], q[i]
-	q[i].position, q[j].position = i, j
-}
-
-// Push implements [heap.Interface].
-func (q *expiryQueue) Push(x any) {
-	r := x.(*memoryRecord)
-	r.position = len(*q)
-	*q = append(*q, r)
-}
-
-// Pop implements [heap.Interface].
-func (q *expiryQueue) Pop() any {
-	last := len(*q) - 1
-	r := (*q)[last]
-	(*q)[last] = nil
-	*q = (*q)[:last]
-	r.position = notQueued
-	return r
-}
+func (r *memoryRecord) dueBefore(other *memoryRecord) bool { return r.due.Before(other.due) }
+func (r *memoryRecord) put(place int)                      { r.position = place }
 
 func keySize(k ScopedKey) int64 {
 	return int64(len(k.version) + len(k.tenant) + len(k.principal) + len(k.route) + len(k.namespace) + len(k.key))

@@ -48,10 +48,11 @@ var (
 // committed. Claims of one key at the same time share one. A call that meets no
 // other is sent at once, by its own goroutine. See [PostgresConfig].DisableBatching.
 //
-// No goroutine outlives the calls; expired records stay until
-// [PostgresStore.DeleteExpired] is called. [PostgresStore.Close] waits for what is
-// still on its way. It is safe for concurrent use. Make one with [NewPostgresStore]
-// or [NewPostgresStoreWith]; the zero value is not usable.
+// It has goroutines only while statements are on their way, which may be a moment
+// longer than their callers wait; [PostgresStore.Close] waits for them. Expired
+// records stay until [PostgresStore.DeleteExpired] is called. It is safe for
+// concurrent use. Make one with [NewPostgresStore] or [NewPostgresStoreWith]; the
+// zero value is not usable.
 type PostgresStore struct {
 	db      PostgresDB
 	sql     postgresSQL

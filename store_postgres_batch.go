@@ -21,6 +21,9 @@ const (
 var (
 	// errNotSent is the error of a statement whose caller left before it was sent.
 	errNotSent = errors.New("not sent")
+	// errInDoubt is the error of a statement that failed, but may have been carried out
+	// before, in a batch that was broken off.
+	errInDoubt = errors.New("may have been carried out in a batch that was broken off")
 	// errQueueFull is the error of a claim that found too many others waiting.
 	errQueueFull = errors.New("too many claims wait for the database")
 )
@@ -38,10 +41,9 @@ type batcher struct {
 	mu      sync.Mutex
 	senders int                     // flushers, and callers that send their own statement
 	onWay   map[ScopedKey][]*queued // keys with a statement on its way, and what waits for it
-	queue   statementQueue          // what may be sent at once
+	queue   dueQueue[*queued]       // what may be sent at once
 	claims  int                     // of what waits
-	seq     uint64                  // of the last that came to wait
-	idle    chan struct{}           // closed when the last sender ends; nil while nobody waits
+	idle    idleSignal
 }
 
 func newBatcher(db PostgresDB) *batcher {
@@ -100,9 +102,8 @@ func (b *batcher) arrived(key ScopedKey) {
 
 func (b *batcher) endSender() {
 	b.senders--
-	if b.senders == 0 && b.idle != nil {
-		close(b.idle)
-		b.idle = nil
+	if b.senders == 0 {
+		b.idle.raise()
 	}
 }
 
@@ -125,14 +126,9 @@ func (b *batcher) enqueue(ctx context.Context, st *statement) (*queued, error) {
 		}
 		b.claims++
 	}
-	b.seq++
-	q := &queued{statement: st, ctx: ctx, due: dueTime(ctx), seq: b.seq, place: notQueued, answered: make(chan struct{})}
-	if waiting, busy := b.onWay[st.key]; busy {
-		b.onWay[st.key] = append(waiting, q)
-	} else {
-		b.queue.push(q)
-		b.wake()
-	}
+	q := &queued{statement: st, ctx: ctx, due: dueTime(ctx), place: notQueued, answered: make(chan struct{})}
+	b.queue.push(q)
+	b.wake()
 	return q, nil
 }
 
@@ -157,7 +153,7 @@ func (b *batcher) leave(q *queued) error {
 		q.batch.leave()
 		return err
 	case q.place != notQueued:
-		b.queue.remove(q)
+		b.queue.remove(q.place)
 	default:
 		b.onWay[q.key] = slices.DeleteFunc(b.onWay[q.key], func(other *queued) bool { return other == q })
 	}
@@ -213,16 +209,23 @@ func (b *batcher) send(bt *batch) {
 		b.answer(err, bt.members...)
 		return
 	}
+	inDoubt := !isWithoutEffect(err)
 	for i, q := range bt.members {
 		err := q.ctx.Err()
 		if err == nil {
 			err = q.send(q.ctx, b.db)
 		}
+		again := bt.members[i : i+1]
 		if isOutage(err) {
-			b.answer(err, bt.members[i:]...)
+			again = bt.members[i:]
+		}
+		if err != nil && inDoubt { // the batch may have done what the statement could not do again
+			err = fmt.Errorf("%w: %w", errInDoubt, err)
+		}
+		b.answer(err, again...)
+		if len(again) > 1 {
 			return
 		}
-		b.answer(err, q)
 	}
 }
 
@@ -239,23 +242,13 @@ func (b *batcher) answer(err error, answered ...*queued) {
 
 // drain waits until nothing waits or is on its way.
 func (b *batcher) drain(ctx context.Context) error {
-	for {
-		b.mu.Lock()
-		if b.senders == 0 {
-			b.mu.Unlock()
-			return nil
-		}
-		if b.idle == nil {
-			b.idle = make(chan struct{})
-		}
-		idle := b.idle
-		b.mu.Unlock()
-		select {
-		case <-idle:
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.idle.wait(ctx, &b.mu, func() bool { return b.senders == 0 })
+	if b.senders > 0 {
+		return context.Cause(ctx)
 	}
+	return nil
 }
 
 // A batch is what is sent together.

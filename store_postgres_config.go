@@ -14,9 +14,8 @@ import (
 const DefaultPostgresTable = "idempotency_records"
 
 // PostgresConfig says where a [PostgresStore] keeps its records, and how it sends
-// its statements. The zero value
-// is valid. Names are quoted: capital letters are kept, and any character may be
-// in them but U+0000 and the dollar sign.
+// its statements. The zero value is valid. Names are quoted: capital letters are
+// kept, and any character may be in them but U+0000 and the dollar sign.
 type PostgresConfig struct {
 	_ [0]func() // keyed literals only
 

@@ -43,6 +43,8 @@ func isTransient(err error) bool {
 func isWithoutEffect(err error) bool {
 	var server *pgconn.PgError
 	switch {
+	case errors.Is(err, errInDoubt):
+		return false
 	case errors.Is(err, errOvertaken), errors.Is(err, errNotSent), errors.Is(err, errQueueFull),
 		isOutage(err), pgconn.SafeToRetry(err):
 		return true

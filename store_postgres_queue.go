@@ -1,7 +1,6 @@
 package idempotency
 
 import (
-	"container/heap"
 	"context"
 	"time"
 )
@@ -11,7 +10,6 @@ type queued struct {
 	*statement
 	ctx      context.Context // its caller's
 	due      time.Time
-	seq      uint64
 	place    int           // in the queue, or notQueued
 	batch    *batch        // that it travels in; nil before
 	answered chan struct{} // closed once err says how it ended
@@ -38,41 +36,5 @@ func dueTime(ctx context.Context) time.Time {
 	return now().Add(defaultStoreTimeout)
 }
 
-// A statementQueue is a heap of statements, the one that is due first at its root.
-type statementQueue []*queued
-
-func (s *statementQueue) push(q *queued)   { heap.Push(s, q) }
-func (s *statementQueue) pop() *queued     { return heap.Pop(s).(*queued) }
-func (s *statementQueue) remove(q *queued) { heap.Remove(s, q.place) }
-
-// Len, Less and Swap are for package heap.
-func (s statementQueue) Len() int { return len(s) }
-
-func (s statementQueue) Less(i, j int) bool {
-	if order := s[i].due.Compare(s[j].due); order != 0 {
-		return order < 0
-	}
-	return s[i].seq < s[j].seq
-}
-
-func (s statementQueue) Swap(i, j int) {
-	s[i], s[j] = s[j], s[i]
-	s[i].place, s[j].place = i, j
-}
-
-// Push adds a statement at the end, for package heap.
-func (s *statementQueue) Push(x any) {
-	q := x.(*queued)
-	q.place = len(*s)
-	*s = append(*s, q)
-}
-
-// Pop removes the last statement, for package heap.
-func (s *statementQueue) Pop() any {
-	last := len(*s) - 1
-	q := (*s)[last]
-	q.place = notQueued
-	(*s)[last] = nil
-	*s = (*s)[:last]
-	return q
-}
+func (q *queued) dueBefore(other *queued) bool { return q.due.Before(other.due) }
+func (q *queued) put(place int)                { q.place = place }

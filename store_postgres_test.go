@@ -214,10 +214,7 @@ func TestS36PostgresEmptyAnswerIsRetried(t *testing.T) {
 	rival.Owner = uuid.New()
 
 	// The rival's insertion is not committed until the claim waits for it.
-	tx, err := pool.Begin(t.Context())
-	require.NoError(t, err)
-	_, err = idempotency.NewPostgresStore(inTx{PostgresDB: pool, tx: tx}).Claim(t.Context(), rival)
-	require.NoError(t, err)
+	tx := claimInTx(t, pool, rival)
 	type result struct {
 		r   idempotency.Record
 		err error
@@ -236,7 +233,7 @@ func TestS36PostgresEmptyAnswerIsRetried(t *testing.T) {
 	require.EqualValues(t, 2, spy.queries.Load(), "an empty answer, and a second look")
 
 	spy.empty.Store(true)
-	_, err = store.Claim(t.Context(), c)
+	_, err := store.Claim(t.Context(), c)
 	require.ErrorContains(t, err, "overtaken by another claim")
 	require.Less(t, spy.queries.Load(), int64(100), "bounded")
 }
@@ -248,6 +245,16 @@ func awaitBlocked(t *testing.T, pool *pgxpool.Pool) {
 		return queryOne[bool](t, pool, "SELECT EXISTS (SELECT FROM pg_stat_activity"+
 			" WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0)")
 	}, 10*time.Second, time.Millisecond)
+}
+
+// claimInTx makes a claim of a new key in a transaction that is not ended.
+func claimInTx(t *testing.T, pool *pgxpool.Pool, c idempotency.Claim) pgx.Tx {
+	t.Helper()
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	_, err = idempotency.NewPostgresStore(inTx{PostgresDB: pool, tx: tx}).Claim(t.Context(), c)
+	require.NoError(t, err)
+	return tx
 }
 
 // inTx is a pool whose queries all run in one transaction.
