@@ -3,7 +3,8 @@
 // [Database] is the usual one: an empty database on a server that all tests of
 // the process share. [Start] is a server that a test may configure, crash and
 // restart. [Proxy] counts round trips, and cuts connections or holds answers back
-// at a chosen statement. [Run] does for a command what Database does for a test.
+// at a chosen statement. [Run] does for a command what Database does for a test,
+// and [Serve] for a program what Start does.
 //
 // Servers run from the machine's PostgreSQL programs, without TCP, in a temporary
 // directory. They do not outlive the process that started them, however it ends.

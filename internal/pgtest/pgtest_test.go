@@ -121,3 +121,20 @@ func testServer(t *testing.T) (dir string) {
 	require.DirExists(t, dir)
 	return dir
 }
+
+func TestServe(t *testing.T) {
+	t.Parallel()
+	url, remove, err := pgtest.Serve(t.Context(), "max_connections=21")
+	require.NoError(t, err)
+	conn, err := pgx.Connect(t.Context(), url)
+	require.NoError(t, err)
+	require.Equal(t, "21", query1[string](t, conn, `SHOW max_connections`))
+	dir := query1[string](t, conn, `SHOW data_directory`)
+	require.NoError(t, remove())
+	require.NoDirExists(t, dir)
+	require.Error(t, conn.Ping(t.Context()))
+	_ = conn.Close(t.Context())
+
+	_, _, err = pgtest.Serve(t.Context(), "no_such_setting=1")
+	require.Error(t, err)
+}

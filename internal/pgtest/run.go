@@ -25,15 +25,15 @@ func Run(ctx context.Context, name string, args ...string) (code int, err error)
 
 	base := os.Getenv(envURL)
 	if base == "" {
-		s, err := startServer(starting)
+		own, remove, err := Serve(starting)
 		if errors.Is(err, errNoBinaries) {
 			return 0, fmt.Errorf("%w, or set %s", err, envURL)
 		}
 		if err != nil {
 			return 0, err
 		}
-		defer func() { err = errors.Join(err, s.close()) }()
-		base = s.url()
+		defer func() { err = errors.Join(err, remove()) }()
+		base = own
 	}
 	d, err := createDatabase(starting, base)
 	if err != nil {
@@ -73,6 +73,17 @@ func Run(ctx context.Context, name string, args ...string) (code int, err error)
 			return cmd.ProcessState.ExitCode(), nil
 		}
 	}
+}
+
+// Serve does for a program what [Start] does for a test: it starts a server with
+// the settings, and returns the connection URL of an empty database on it, and the
+// function that removes it. The ctx is only for the start.
+func Serve(ctx context.Context, settings ...string) (databaseURL string, remove func() error, err error) {
+	s, err := startServer(ctx, settings...)
+	if err != nil {
+		return "", nil, err
+	}
+	return s.url(), s.close, nil
 }
 
 func hasTerminal() bool {
