@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync"
 
@@ -171,6 +172,9 @@ func (b *batcher) dequeued(q *queued) {
 func (b *batcher) flush() {
 	for bt := b.nextBatch(); bt != nil; bt = b.nextBatch() {
 		b.send(bt)
+		// Those who were answered may have their next statements ready: without this, the
+		// next batch is what came before, and the first of them fills a place alone.
+		runtime.Gosched()
 	}
 }
 
