@@ -59,8 +59,9 @@ fuzz: ## every fuzz target of every package, one at a time (FUZZTIME=30s)
 		done; \
 	done
 
-bench: ## the root package's benchmarks
+bench: ## what the package costs, in memory and on Postgres against plain SQL (ARGS="-quick -json FILE")
 	go test -timeout $(TIMEOUT) -run '^$$' -bench . -benchmem .
+	go run ./benchmarks $(ARGS)
 
 tidy-check: ## go.mod and go.sum are tidy everywhere, go.work is in sync
 	@rc=0; for m in $(MODULES); do \
