@@ -56,7 +56,7 @@ SELECT owner, 'in_progress', false, NULL::bytea, 1, 0::bigint,
 FROM claimed
 UNION ALL
 SELECT owner, status, ` + freeSQL + `, fingerprint, attempt,
-	(extract(epoch FROM lease_expires_at - now()) * 1000000)::bigint,
+	(date_part('epoch', lease_expires_at - now()) * 1000000)::bigint,
 	response_code, response_headers, response_trailers, response_body, not_replayable
 FROM {table} WHERE {key}`
 
