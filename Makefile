@@ -59,7 +59,7 @@ fuzz: ## every fuzz target of every package, one at a time (FUZZTIME=30s)
 		done; \
 	done
 
-bench: ## what the package costs, in memory and on Postgres against plain SQL (ARGS="-quick -json FILE")
+bench: postgres ## what the package costs, in memory and on Postgres against plain SQL (ARGS="-quick -json FILE")
 	go test -timeout $(TIMEOUT) -run '^$$' -bench . -benchmem .
 	go run ./benchmarks $(ARGS)
 
