@@ -45,10 +45,12 @@ $(LINT):
 	GOBIN="$(CURDIR)/.bin" go install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(LINT_VERSION)
 	@mv .bin/golangci-lint '$@'
 
-test-32bit: postgres ## the root module's tests for a 32-bit machine, where this one can run them
-	@if [ "$$(go env GOHOSTARCH)" = amd64 ]; then \
-		CGO_ENABLED=0 GOARCH=386 go test -timeout $(TIMEOUT) ./...; \
-	else echo 'not an amd64 machine: skipped'; fi
+test-32bit: postgres ## the root module's tests for a 32-bit machine; only built where this one cannot run them
+	@set -e; d=$$(mktemp -d); trap 'rm -rf "$$d"' EXIT; export CGO_ENABLED=0 GOARCH=386; \
+	printf 'package main\n\nfunc main() {}\n' >"$$d/main.go"; \
+	go build -o "$$d/probe" "$$d/main.go"; \
+	if "$$d/probe" 2>/dev/null; then go test -timeout $(TIMEOUT) ./...; \
+	else echo 'this machine runs no 386 programs: built and vetted only'; go vet ./...; fi
 
 fuzz: ## every fuzz target of every package, one at a time (FUZZTIME=30s)
 	@set -e; for p in $$(go list $(PACKAGES)); do \
