@@ -15,10 +15,11 @@ import (
 // An Execution is what a handler can ask and say about the operation it runs
 // for. It is safe for concurrent use. It prints without the key's parts.
 type Execution struct {
-	key     ScopedKey
-	attempt int
-	outer   *Execution // of a guard around this one, for another tuple; or nil
-	mark    atomic.Int32
+	key         ScopedKey
+	fingerprint Fingerprint // that its record is bound to
+	attempt     int
+	outer       *Execution // of a guard around this one, for another tuple; or nil
+	mark        atomic.Int32
 }
 
 // What a handler can say about its outcome.
@@ -58,6 +59,20 @@ func (e *Execution) Key() ScopedKey { return e.key }
 // 1 says that an earlier attempt was released or broke off, and may have had
 // effects.
 func (e *Execution) Attempt() int { return e.attempt }
+
+// DownstreamKey returns the idempotency key for a call that the handler makes to
+// another service, told apart from its other calls by name (S45). It is the same on
+// every attempt at the operation, and another one for every other key, payload and
+// name, so that the other service takes a retry's call for the one that it knows. It
+// is a UUID of version 8 (RFC 9562, section 5.8).
+//
+// A record that has expired leaves no trace in it: the same key with the same payload
+// has the same downstream keys again. Without [Config].FingerprintSecret, who knows
+// tenant, principal, key and payload can compute it; with one, only who can read the
+// store can.
+func (e *Execution) DownstreamKey(name string) uuid.UUID {
+	return downstreamKey(e.key, e.fingerprint, name)
+}
 
 // Keep makes the outcome final, whatever its status: retries get this response
 // (S24). The last of Keep and Discard counts; neither does after the handler has
@@ -265,7 +280,7 @@ type operation struct {
 
 func newOperation(detached context.Context, x *executor, c Claim, sent time.Time) *operation {
 	op := &operation{x: x, owner: c.Owner, keys: [1]ScopedKey{c.Key}, detached: detached, sent: sent}
-	op.exec.key = c.Key
+	op.exec.key, op.exec.fingerprint = c.Key, c.Fingerprint
 	return op
 }
 

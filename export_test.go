@@ -4,6 +4,7 @@ package idempotency
 var (
 	ClientKeyFromHeader = clientKey
 	Scoped              = scoped
+	DownstreamKeyOf     = downstreamKey
 
 	ErrKeyLines  = errKeyLines
 	ErrKeyFormat = errKeyFormat

@@ -181,6 +181,8 @@ func appendRequest(b []byte, r *http.Request, bodySize int64) []byte {
 	return binary.BigEndian.AppendUint64(b, uint64(bodySize)) //nolint:gosec // a size is never negative
 }
 
+// appendPart appends a part behind its length, so that no two lists of parts run
+// together to the same bytes.
 func appendPart(b []byte, part string) []byte {
 	b = binary.BigEndian.AppendUint64(b, uint64(len(part)))
 	return append(b, part...)
