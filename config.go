@@ -152,6 +152,22 @@ func (c Config) validate() []error {
 	if c.MaxResponseBytes > maxResponseBody {
 		fault("MaxResponseBytes", strconv.FormatInt(c.MaxResponseBytes, 10), fmt.Sprintf("is more than the storable %d", maxResponseBody))
 	}
+	if c.Transactional {
+		for _, excluded := range []struct {
+			field  string
+			set    bool
+			reason string
+		}{
+			{"OptionalKeys", c.OptionalKeys, "cannot be with Transactional: a handler would find no transaction"},
+			{"UnguardedWithoutIdentity", c.UnguardedWithoutIdentity, "cannot be with Transactional: a handler would find no transaction"},
+			{"UnguardedWhenStoreDown", c.UnguardedWhenStoreDown, "cannot be with Transactional: a handler would find no transaction"},
+			{"HoldAbandoned", c.HoldAbandoned, "cannot be with Transactional: an execution that breaks off leaves nothing behind"},
+		} {
+			if excluded.set {
+				fault(excluded.field, "true", excluded.reason)
+			}
+		}
+	}
 	if reason := checkDocumentationURL(c.DocumentationURL); reason != "" {
 		fault("DocumentationURL", c.DocumentationURL, reason)
 	}

@@ -7,7 +7,8 @@ type EventKind string
 
 // What can become of a request. A request that reaches the middleware on a
 // guarded method ends in exactly one of the first six, unless its client leaves
-// before that, or it is passed through to an outer guard's execution.
+// before that, or it is passed through to an outer guard's execution. One whose
+// transaction was undone because another process was faster ends as what it met then.
 const (
 	// EventExecuted: the handler ran under a claim. Count usage by this one: a
 	// replay is not a second use.
@@ -41,6 +42,8 @@ const (
 	OutcomeHeld Outcome = "held"
 	// OutcomePending: the store did not answer; settling goes on in the background.
 	OutcomePending Outcome = "pending"
+	// OutcomeUnknown: a commit was sent, and its answer did not come. A retry finds out.
+	OutcomeUnknown Outcome = "unknown"
 	// OutcomeLost: another owner has taken over; this outcome counts for nothing.
 	OutcomeLost Outcome = "lost"
 )
@@ -58,7 +61,8 @@ type Event struct {
 	Status int
 	// Outcome of an execution.
 	Outcome Outcome
-	// Code of a refusal, or the refusal that running unguarded stood in for.
+	// Code of a refusal, of the problem that was sent in place of an execution's response
+	// that could not be committed, or of the refusal that running unguarded stood in for.
 	Code Code
 	// Err is the cause of a store fault, a refusal or a lost lease.
 	Err error

@@ -15,11 +15,12 @@ import (
 // An Execution is what a handler can ask and say about the operation it runs
 // for. It is safe for concurrent use. It prints without the key's parts.
 type Execution struct {
-	key         ScopedKey
-	fingerprint Fingerprint // that its record is bound to
-	attempt     int
-	outer       *Execution // of a guard around this one, for another tuple; or nil
-	mark        atomic.Int32
+	key           ScopedKey
+	fingerprint   Fingerprint // that its record is bound to
+	attempt       int
+	outer         *Execution // of a guard around this one, for another tuple; or nil
+	inTransaction bool
+	mark          atomic.Int32
 }
 
 // What a handler can say about its outcome.
@@ -97,6 +98,7 @@ func (e *Execution) LogValue() slog.Value { return slog.StringValue(e.String()) 
 // not know.
 type executor struct {
 	store        Store
+	txStore      TransactionalStore // nil: executions have no transactions
 	ttl          time.Duration
 	lease        time.Duration
 	storeTimeout time.Duration
@@ -125,8 +127,11 @@ var errUnclaimed = errors.New("idempotency: store left a record unclaimed for it
 // fingerprint claimed, met it. No verdict says to claim again, with the fingerprint
 // that comes along.
 func (p payload) judge(rec Record, claimed Fingerprint) (verdict, Fingerprint, error) {
-	if rec.State == StateClaimed {
+	switch {
+	case rec.State == StateClaimed:
 		return verdictRun, claimed, nil
+	case rec.State == StateInProgress && rec.Fingerprint == Fingerprint{}: // its transaction is open
+		return verdictInFlight, claimed, nil
 	}
 	same, byScheme, err := p.equal(rec.Fingerprint)
 	switch {
@@ -202,6 +207,9 @@ func (x *executor) begin(ctx context.Context, key ScopedKey, p payload) (verdict
 // operation, or without where it is no use any more and was given up: its caller
 // has left, or the lease was over before the store's answer was here.
 func (x *executor) claim(ctx context.Context, key ScopedKey, fp Fingerprint) (Record, *operation, error) {
+	if x.txStore != nil {
+		return x.claimInTransaction(ctx, key, fp)
+	}
 	c := Claim{Key: key, Fingerprint: fp, Owner: uuid.New(), Lease: x.lease, TTL: x.ttl, Hold: x.hold}
 	detached := context.WithoutCancel(ctx)
 	sent := now()
@@ -270,7 +278,8 @@ type operation struct {
 	x     *executor
 	owner uuid.UUID
 	keys  [1]ScopedKey
-	sent  time.Time // when the claim was sent: the lease counts from here (S27)
+	sent  time.Time   // when the claim was sent: the lease counts from here (S27)
+	tx    Transaction // nil: it has a lease
 	// detached is the caller's context without its end, for all that must go on.
 	detached     context.Context
 	settling     bool // settle was called
@@ -316,15 +325,19 @@ type settlement struct {
 	end         ending
 	response    Response  // of endKeep
 	insistUntil time.Time // of endGiveUp: how long the claim may still arrive
+	refused     error     // why the response cannot be kept: see recorder.refused
 }
 
 // settle ends the operation in the store. It tries for the time of one store
 // call; if the store has not answered by then, settling goes on in the
-// background (S30). With OutcomeLost comes ErrLeaseLost.
+// background (S30), but for a transaction. With OutcomeLost comes ErrLeaseLost.
 func (op *operation) settle(s settlement) (Outcome, error) {
 	op.settling = true
 	op.settlingCall.begin(op.detached, op.x.storeTimeout)
 	defer op.settlingCall.end()
+	if op.tx != nil {
+		return op.conclude(&op.settlingCall, s)
+	}
 	err := op.persist(&op.settlingCall, s, op.tell)
 	switch {
 	case errors.Is(err, ErrLeaseLost):

@@ -148,6 +148,16 @@ type Config struct {
 	// [RenderProblem].
 	RenderProblem ProblemRenderer
 
+	// Transactional runs each guarded handler in a transaction of the store's database.
+	// What it writes with that, see [PostgresTx], is committed together with its outcome,
+	// before the answer leaves; where no outcome is kept (a 5xx, a panic), nothing is
+	// (S38). It needs a [TransactionalStore], and excludes OptionalKeys,
+	// UnguardedWithoutIdentity and UnguardedWhenStoreDown, under which a handler might
+	// find no transaction, and HoldAbandoned, since nothing is left behind. A handler
+	// cannot flush, nor write more than MaxResponseBytes. Attempts that were undone are
+	// not counted. Lease has no meaning then, but for records of other middlewares.
+	Transactional bool
+
 	// Logger gets what an operator should know. Nothing it gets names a tenant,
 	// principal or key in clear text (S46). Default: no logging.
 	Logger *slog.Logger
@@ -186,6 +196,13 @@ func New(store Store, cfg Config) (*Middleware, error) {
 	if err := checkStore(store); err != nil {
 		faults = slices.Insert(faults, 0, err)
 	}
+	var txStore TransactionalStore
+	if cfg.Transactional && store != nil {
+		var err error
+		if txStore, err = transactional(store); err != nil {
+			faults = append(faults, err)
+		}
+	}
 	if err := errors.Join(faults...); err != nil {
 		return nil, err
 	}
@@ -195,7 +212,7 @@ func New(store Store, cfg Config) (*Middleware, error) {
 		cfg:    cfg,
 		prints: prints,
 		exec: &executor{
-			store: store, ttl: cfg.TTL, lease: cfg.Lease, storeTimeout: cfg.StoreTimeout,
+			store: store, txStore: txStore, ttl: cfg.TTL, lease: cfg.Lease, storeTimeout: cfg.StoreTimeout,
 			maxExecution: cfg.MaxExecution, wait: cfg.WaitInFlight, hold: cfg.HoldAbandoned,
 			outlive: cfg.HandlerOutlivesClient, logger: cfg.Logger, onEvent: cfg.OnEvent,
 			background: &background{},
@@ -257,6 +274,7 @@ type exchange struct {
 	next      http.Handler
 	key       ScopedKey     // zero until identified
 	body      spool         // empty until read
+	print     Fingerprint   // of the request; zero until the body is read
 	claimTime time.Duration // how long the claim took
 }
 
@@ -288,10 +306,12 @@ func (x *exchange) identify() {
 	case err != nil:
 		x.log(slog.LevelError, "unusable scope", err)
 		x.refuse(Problem{Code: CodeBadIdentity}, err)
-	case isRunningFor(x.r.Context(), key):
-		x.next.ServeHTTP(x.w, x.r)
 	default:
 		x.key = key
+		if outer := runningFor(x.r.Context(), key); outer != nil {
+			x.passThrough(outer)
+			return
+		}
 		x.deduplicate()
 	}
 }
@@ -306,14 +326,14 @@ func isNoIdentity(err error) bool {
 	return errors.As(err, &scope) && (scope.Component == ComponentTenant || scope.Component == ComponentPrincipal)
 }
 
-// isRunningFor reports whether an outer guard, be it the next or one around that,
-// has claimed the very same tuple (S15).
-func isRunningFor(ctx context.Context, key ScopedKey) bool {
+// runningFor returns the execution of an outer guard, be it the next or one around
+// that, which has claimed the very same tuple (S15); or nil.
+func runningFor(ctx context.Context, key ScopedKey) *Execution {
 	outer, _ := FromContext(ctx)
 	for outer != nil && outer.key != key {
 		outer = outer.outer
 	}
-	return outer != nil
+	return outer
 }
 
 // deduplicate takes the request from its fingerprint to its claim, and does what
@@ -327,17 +347,12 @@ func (x *exchange) deduplicate() {
 	defer body.close()
 	x.body = body
 	prints := &x.m.prints
-	fp, err := prints.sum(prints.scheme(), x.r, body)
+	x.print, err = prints.sum(prints.scheme(), x.r, body)
 	if err != nil {
 		x.refuseBody(err)
 		return
 	}
-	started := now()
-	decided, rec, op, err := x.m.exec.begin(x.r.Context(), x.key, payload{
-		fingerprint: fp,
-		equal:       func(record Fingerprint) (bool, Fingerprint, error) { return prints.equal(record, fp, x.r, body) },
-	})
-	x.claimTime = now().Sub(started)
+	decided, rec, op, err := x.begin()
 	switch {
 	case isBodyFault(err):
 		x.refuseBody(err)
@@ -352,6 +367,18 @@ func (x *exchange) deduplicate() {
 	default:
 		x.follow(decided, rec, op)
 	}
+}
+
+// begin claims the request's key, or finds out why that is not to be.
+func (x *exchange) begin() (verdict, Record, *operation, error) {
+	started := now()
+	defer func() { x.claimTime += now().Sub(started) }()
+	return x.m.exec.begin(x.r.Context(), x.key, payload{
+		fingerprint: x.print,
+		equal: func(record Fingerprint) (bool, Fingerprint, error) {
+			return x.m.prints.equal(record, x.print, x.r, x.body)
+		},
+	})
 }
 
 func (x *exchange) follow(decided verdict, rec Record, op *operation) {
@@ -377,6 +404,7 @@ func (x *exchange) execute(op *operation) {
 	ctx := op.run(x.r.Context())
 	r := withBody(ctx, x.r, x.body)
 	rec := newRecorder(x.w, x.r.Method, x.m.cfg.MaxResponseBytes, x.m.cfg.StoreCookies)
+	rec.hold = op.tx != nil
 	started := now()
 	defer func() {
 		removeForm(x.r, r)
@@ -399,7 +427,11 @@ func (x *exchange) finish(op *operation, rec *recorder, cancelled bool, runTime 
 	resp, streamed := rec.finish()
 	end := x.ending(op.exec.mark.Load(), resp.Status, silent)
 	settling := now()
-	outcome, err := op.settle(settlement{end: end, response: resp})
+	outcome, err := op.settle(settlement{end: end, response: resp, refused: rec.refused})
+	if op.tx != nil && outcome == OutcomeLost {
+		x.lookAgain(err)
+		return
+	}
 	event := Event{
 		Kind: EventExecuted, Key: x.key, Attempt: op.exec.attempt, Status: resp.Status, Outcome: outcome, Err: err,
 		ClaimTime: x.claimTime, RunTime: runTime, SettleTime: now().Sub(settling),
@@ -408,10 +440,15 @@ func (x *exchange) finish(op *operation, rec *recorder, cancelled bool, runTime 
 	if silent {
 		event.Status = 0
 	}
+	if op.tx != nil && err != nil {
+		event.Code = uncommitted(err)
+	}
 	x.m.exec.emit(x.r.Context(), event)
 	switch {
 	case streamed:
 		rec.release()
+	case event.Code != "":
+		x.m.writeProblem(x.w, x.r, Problem{Code: event.Code})
 	case outcome == OutcomeLost: // nobody would ever see this answer again (S27)
 		x.m.writeProblem(x.w, x.r, Problem{Code: CodeInFlight})
 	case silent && end == endHold:

@@ -34,7 +34,7 @@ type keeper struct {
 }
 
 // run returns the context for the operation's handler, and keeps the lease until
-// stop is called.
+// stop is called. A transaction has none: it lives as long as its connection.
 func (op *operation) run(parent context.Context) context.Context {
 	if op.x.outlive {
 		parent = op.detached
@@ -45,8 +45,13 @@ func (op *operation) run(parent context.Context) context.Context {
 	defer op.mu.Unlock()
 	op.cancel = cancel
 	op.exec.outer, _ = FromContext(parent)
-	op.deadline = op.sent.Add(op.x.lease)
-	op.renewal = time.AfterFunc(op.x.lease/renewAfter-now().Sub(op.sent), op.renew)
+	if op.tx != nil {
+		op.exec.inTransaction = true
+		ctx = op.tx.Context(ctx)
+	} else {
+		op.deadline = op.sent.Add(op.x.lease)
+		op.renewal = time.AfterFunc(op.x.lease/renewAfter-now().Sub(op.sent), op.renew)
+	}
 	if op.x.maxExecution > 0 {
 		op.longest = time.AfterFunc(op.x.maxExecution, op.overrun)
 	}

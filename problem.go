@@ -42,6 +42,9 @@ const (
 	// CodeBadIdentity (500): the server cannot use the identity or route that it
 	// established itself.
 	CodeBadIdentity Code = "bad-identity"
+	// CodeCommitFailed (500): what the handler did could not be committed, and was
+	// undone (S38).
+	CodeCommitFailed Code = "commit-failed"
 	// CodeStoreUnavailable (503): the store cannot be reached; nothing was done.
 	CodeStoreUnavailable Code = "store-unavailable"
 	// CodeRetry (503): the request could not be carried through. Retry.
@@ -151,6 +154,11 @@ func (c Code) problem() Problem {
 		return Problem{
 			Status: http.StatusInternalServerError, Title: "Caller cannot be scoped",
 			Detail: "The server could not assign this request to a caller and operation. Nothing was done.",
+		}
+	case CodeCommitFailed:
+		return Problem{
+			Status: http.StatusInternalServerError, Title: "Operation was not committed",
+			Detail: "The operation could not be committed. Nothing was done, and nothing is remembered of it.",
 		}
 	case CodeStoreUnavailable:
 		return Problem{

@@ -30,6 +30,7 @@ type recorder struct {
 	limit   int64 // bytes of body that are recorded
 	cookies bool  // whether Set-Cookie is recorded
 	head    bool  // the request is a HEAD: its answer has no body
+	hold    bool  // nothing may be sent before the answer is released: no streaming
 
 	// mu orders the handler with goroutines of its own that outlive it. inform,
 	// place, freeze, exceed, send, seal and short expect it to be held.
@@ -47,6 +48,7 @@ type recorder struct {
 	overflow bool        // the body exceeded the limit
 	sent     bool        // status and header are with the inner writer: streaming
 	finished bool        // the handler has returned
+	refused  error       // what the handler did that hold forbids; or nil
 }
 
 // headerHint is room for the fields of a usual response.
@@ -180,6 +182,9 @@ func recordBody[T []byte | string](rec *recorder, p T) (int, error) {
 // exceed gives up recording the body: what was held back goes out, p and all
 // that follows passes through.
 func (rec *recorder) exceed(p []byte) (int, error) {
+	if rec.hold {
+		return 0, rec.refuse(errTooLargeForTransaction)
+	}
 	rec.overflow = true
 	err := rec.send()
 	rec.body = nil
@@ -187,6 +192,12 @@ func (rec *recorder) exceed(p []byte) (int, error) {
 		return 0, err
 	}
 	return rec.inner.Write(p)
+}
+
+// refuse remembers why the answer must not be given.
+func (rec *recorder) refuse(err error) error {
+	rec.refused = err
+	return err
 }
 
 // send passes status, header and what was recorded so far to the inner writer,
@@ -266,6 +277,9 @@ func (rec *recorder) FlushError() error {
 	}
 	if !canFlush(rec.inner) {
 		return http.ErrNotSupported
+	}
+	if rec.hold {
+		return rec.refuse(errFlushInTransaction)
 	}
 	if rec.status == 0 {
 		rec.freeze(http.StatusOK)

@@ -19,7 +19,8 @@ import (
 //
 // Every query execution mode of pgx works, and so does a pooler in transaction
 // mode between the two: the store keeps no state in a session, and holds no
-// connection while a handler runs (S37).
+// connection while a handler runs (S37), but for [Config].Transactional. That needs
+// a *pgxpool.Pool, or what embeds one.
 type PostgresDB interface {
 	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
@@ -28,9 +29,9 @@ type PostgresDB interface {
 }
 
 var (
-	_ Store          = (*PostgresStore)(nil)
-	_ ExpiredDeleter = (*PostgresStore)(nil)
-	_ ConfigChecker  = (*PostgresStore)(nil)
+	_ TransactionalStore = (*PostgresStore)(nil)
+	_ ExpiredDeleter     = (*PostgresStore)(nil)
+	_ ConfigChecker      = (*PostgresStore)(nil)
 )
 
 // A PostgresStore is a [Store] in a table of PostgreSQL 14 or later, for any
@@ -48,6 +49,8 @@ var (
 // committed. Claims of one key at the same time share one. A call that meets no
 // other is sent at once, by its own goroutine. See [PostgresConfig].DisableBatching.
 //
+// It is a [TransactionalStore] as well: see [Config].Transactional and [PostgresTx].
+//
 // It has goroutines only while statements are on their way, which may be a moment
 // longer than their callers wait; [PostgresStore.Close] waits for them. Expired
 // records stay until [PostgresStore.DeleteExpired] is called. It is safe for
@@ -58,6 +61,7 @@ type PostgresStore struct {
 	sql     postgresSQL
 	batcher *batcher // nil: each statement is sent by itself, by its caller
 	flights claimFlights
+	txs     *transactions // nil: db lends no connections
 	closed  atomic.Bool
 	faults  []error // of its configuration; every method returns them
 }
@@ -75,15 +79,19 @@ func NewPostgresStoreWith(db PostgresDB, cfg PostgresConfig) *PostgresStore {
 	if !cfg.DisableBatching {
 		s.batcher = newBatcher(db)
 	}
+	if lender, ok := db.(postgresLender); ok && len(s.faults) == 0 {
+		s.txs = newTransactions(lender, cfg)
+	}
 	return s
 }
 
 // CheckConfig implements [ConfigChecker].
 func (s *PostgresStore) CheckConfig() error { return errors.Join(s.faults...) }
 
-// Close refuses claims from now on, and waits until all that was sent is answered.
-// It returns ctx's error if ctx ends first, and may be called again. What ends an
-// operation (Complete, Release, Extend) is not refused. Call it after
+// Close refuses claims from now on, and waits until all that was sent is answered, but
+// not for open transactions: those end with their handlers. It returns ctx's error if
+// ctx ends first, and may be called again. What ends an operation (Complete, Release,
+// Extend, the end of a transaction) is not refused. Call it after
 // [Middleware.Shutdown] and before the pool is closed; a store that is never closed
 // leaves nothing behind either.
 func (s *PostgresStore) Close(ctx context.Context) error {

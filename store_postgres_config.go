@@ -3,6 +3,8 @@ package idempotency
 import (
 	"fmt"
 	"reflect"
+	"slices"
+	"strconv"
 	"strings"
 	"unicode/utf8"
 
@@ -30,12 +32,25 @@ type PostgresConfig struct {
 	// distributed database: its transaction would have to commit on all of them.
 	// Default: group commit, see [PostgresStore].
 	DisableBatching bool
+	// Isolation is the isolation level of the transactions of [Config].Transactional. Under
+	// pgx.RepeatableRead and pgx.Serializable an operation may be refused at its commit
+	// (SQLSTATE 40001): its request gets 503 retry. Default: the database's own default.
+	Isolation pgx.TxIsoLevel
+	// MaxTransactions is how many transactions of [Config].Transactional are open at the
+	// same time; further requests wait, at most [Config].StoreTimeout, and get 503
+	// store-unavailable then. Each holds a connection while its handler runs, so leave
+	// some for everything else: handlers that take a second connection out of an empty
+	// pool would wait for each other. Default: half of what the pool can have, at least 1.
+	MaxTransactions int
 }
 
 const (
 	maxPostgresName = 63 // bytes; PostgreSQL cuts longer ones off
 	versionSuffix   = "_migrations"
 )
+
+// isolationLevels are those of PostgreSQL; the first is the database's default.
+var isolationLevels = []pgx.TxIsoLevel{"", pgx.ReadUncommitted, pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable}
 
 func (c PostgresConfig) withDefaults() PostgresConfig {
 	c.Table = orDefault(c.Table, DefaultPostgresTable)
@@ -45,6 +60,14 @@ func (c PostgresConfig) withDefaults() PostgresConfig {
 // validate returns all faults of db and of a config that has its defaults.
 func (c PostgresConfig) validate(db PostgresDB) []error {
 	faults := c.validateNames()
+	if !slices.Contains(isolationLevels, c.Isolation) {
+		faults = append(faults, &ConfigError{Field: "Isolation", Value: string(c.Isolation), Reason: "is no isolation level"})
+	}
+	if c.MaxTransactions < 0 {
+		faults = append(faults, &ConfigError{
+			Field: "MaxTransactions", Value: strconv.Itoa(c.MaxTransactions), Reason: "is negative",
+		})
+	}
 	if reason := checkPostgresDB(db); reason != "" {
 		faults = append(faults, &ConfigError{Field: "db", Reason: reason})
 	}

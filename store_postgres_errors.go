@@ -16,6 +16,9 @@ const (
 	codeUniqueViolation      = "23505"
 	codeSerializationFailure = "40001"
 	codeDeadlockDetected     = "40P01"
+	codeInvalidSavepoint     = "3B001"
+	codeReadOnly             = "25006"
+	codeLockNotAvailable     = "55P03"
 	codeUndefinedTable       = "42P01"
 	codeUndefinedColumn      = "42703"
 )
@@ -78,6 +81,18 @@ func isSessionEnd(err *pgconn.PgError) bool {
 func isConflict(err error) bool {
 	var server *pgconn.PgError
 	return errors.As(err, &server) && (server.Code == codeSerializationFailure || server.Code == codeDeadlockDetected)
+}
+
+// isMomentary reports whether the reason for a refusal passes: the server ran out of
+// something, an operator intervened, a lock was not to be had, or the server does not
+// write any more, after a failover.
+func isMomentary(err *pgconn.PgError) bool {
+	switch err.Code {
+	case codeReadOnly, codeLockNotAvailable:
+		return true
+	}
+	class := err.Code[:min(2, len(err.Code))]
+	return class == "53" || class == "57" || class == "58"
 }
 
 func isBrokenConnection(err error) bool {

@@ -81,7 +81,7 @@ func (o *outcomeColumns) response() (Response, error) {
 }
 
 // maxPostgresArgs is room for the parameters of any statement of the store.
-const maxPostgresArgs = 12
+const maxPostgresArgs = 16
 
 func keyArgs(k ScopedKey) []any {
 	return append(make([]any, 0, maxPostgresArgs), k.version, k.tenant, k.principal, k.route, k.namespace, k.key)
@@ -89,11 +89,14 @@ func keyArgs(k ScopedKey) []any {
 
 func ownerArgs(k ScopedKey, owner uuid.UUID) []any { return append(keyArgs(k), ownerArg(owner)) }
 
-func claimArgs(c Claim) []any {
-	return append(ownerArgs(c.Key, c.Owner), c.Fingerprint[:], c.Hold, interval(c.Lease), interval(c.TTL))
+func claimArgs(c Claim) []any { return append(lookArgs(c), interval(c.Lease), interval(c.TTL)) }
+
+// lookArgs are the parameters of a look at the record that a claim would meet.
+func lookArgs(c Claim) []any {
+	return append(ownerArgs(c.Key, c.Owner), c.Fingerprint[:], c.Hold)
 }
 
-// responseArgs are the outcome's parameters of the completing statement. What is
+// responseArgs are the outcome's parameters of a statement that completes. What is
 // empty is stored as NULL.
 func responseArgs(r Response) ([]any, error) {
 	headers, err := encodeFields(r.Header, r.AddedHeader)

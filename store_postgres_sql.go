@@ -5,12 +5,16 @@ import "strings"
 // postgresSQL holds the statements of a PostgresStore. Parameters 1 to 6 are the
 // key's components, 7 is the owner; what follows is each statement's own.
 type postgresSQL struct {
+	table         string
 	claim         string
 	takeOver      string
 	complete      string
 	release       string
 	extend        string
 	settled       string
+	look          string
+	record        string
+	overwrite     string
 	deleteExpired string
 }
 
@@ -21,12 +25,16 @@ func newPostgresSQL(table string) postgresSQL {
 		"{expired}", expiredSQL,
 	)
 	return postgresSQL{
+		table:         table,
 		claim:         r.Replace(claimSQL),
 		takeOver:      r.Replace(takeOverSQL),
 		complete:      r.Replace(completeSQL),
 		release:       r.Replace(releaseSQL),
 		extend:        r.Replace(extendSQL),
 		settled:       r.Replace(settledSQL),
+		look:          r.Replace(lookSQL),
+		record:        r.Replace(recordSQL),
+		overwrite:     r.Replace(overwriteSQL),
 		deleteExpired: r.Replace(deleteExpiredSQL),
 	}
 }
@@ -38,6 +46,15 @@ const expiredSQL = `(expires_at <= now() AND (status <> 'in_progress' OR NOT hel
 // fingerprint, $9 whether it holds.
 const freeSQL = `({expired} OR fingerprint = $8 AND (status = 'released'
 	OR status = 'in_progress' AND NOT held AND NOT $9::boolean AND lease_expires_at <= now()))`
+
+// attemptSQL is the latest attempt of an operation: none if it is forgotten.
+const attemptSQL = `CASE WHEN {expired} THEN 0 ELSE attempt END`
+
+// readSQL reads a record as it stands towards a claim.
+const readSQL = `SELECT owner, status, ` + freeSQL + `, fingerprint, ` + attemptSQL + `,
+	(date_part('epoch', lease_expires_at - now()) * 1000000)::bigint,
+	response_code, response_headers, response_trailers, response_body, not_replayable
+FROM {table} WHERE {key}`
 
 // claimSQL inserts a record, or else reads the one that stands there. An INSERT
 // that updates on conflict would be one statement, too, but lock and write the
@@ -55,15 +72,12 @@ SELECT owner, 'in_progress', false, NULL::bytea, 1, 0::bigint,
 	NULL::integer, NULL::bytea, NULL::bytea, NULL::bytea, false
 FROM claimed
 UNION ALL
-SELECT owner, status, ` + freeSQL + `, fingerprint, attempt,
-	(date_part('epoch', lease_expires_at - now()) * 1000000)::bigint,
-	response_code, response_headers, response_trailers, response_body, not_replayable
-FROM {table} WHERE {key}`
+` + readSQL
 
 // takeOverSQL claims a record that was free under the owner $12. The condition is
 // asked again: it holds for the record that is updated, not the one that was read.
 const takeOverSQL = `UPDATE {table} SET owner = $7, fingerprint = $8, held = $9, status = 'in_progress',
-	attempt = CASE WHEN {expired} THEN 1 ELSE attempt + 1 END,
+	attempt = ` + attemptSQL + ` + 1,
 	created_at = CASE WHEN {expired} THEN now() ELSE created_at END,
 	lease_expires_at = now() + $10::interval, expires_at = now() + $11::interval,
 	response_code = NULL, response_headers = NULL, response_trailers = NULL, response_body = NULL, not_replayable = false
@@ -88,6 +102,30 @@ const (
 
 	// settledSQL finds what an owner has settled before, as $8.
 	settledSQL = `SELECT FROM {table} WHERE {key} AND owner = $7 AND status = $8`
+)
+
+// What an operation in a transaction does with its record: it looks at it at first,
+// and writes it at the end, as the record of a completed operation (S38).
+const (
+	// lookSQL has no owner to ask for, but its parameter.
+	lookSQL = readSQL + ` AND $7::uuid IS NOT NULL`
+
+	// recordSQL fails where a record stands: what the handler wrote must not be
+	// committed then.
+	recordSQL = `INSERT INTO {table} (scope_version, tenant_id, principal_id, route, ns, idem_key, owner, fingerprint, held,
+	status, attempt, lease_expires_at, created_at, expires_at,
+	response_code, response_headers, response_trailers, response_body, not_replayable)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9,
+	'completed', 1, now(), now(), now() + $10::interval, $11, $12, $13, $14, $15)`
+
+	// overwriteSQL does it where the record that stood there was free, under the owner
+	// $16, and changes nothing unless it still is.
+	overwriteSQL = `UPDATE {table} SET owner = $7, fingerprint = $8, held = $9, status = 'completed',
+	attempt = ` + attemptSQL + ` + 1,
+	created_at = CASE WHEN {expired} THEN now() ELSE created_at END,
+	lease_expires_at = now(), expires_at = now() + $10::interval,
+	response_code = $11, response_headers = $12, response_trailers = $13, response_body = $14, not_replayable = $15
+WHERE {key} AND owner = $16 AND ` + freeSQL
 )
 
 // deleteExpiredSQL passes over the records that a claim is taking over.
