@@ -24,10 +24,10 @@ func TestMeasure(t *testing.T) {
 	p := plan{rounds: 3, slice: 20 * time.Millisecond, cells: slices.DeleteFunc(allCells(), func(c cell) bool {
 		return c.Bytes != small || c.Clients != 1
 	})}
-	require.Len(t, p.cells, 8)
+	require.Len(t, p.cells, 9)
 	r, err := p.measure(t.Context(), pgtest.Database(t), io.Discard)
 	require.NoError(t, err)
-	require.Len(t, r.Lines, 16)
+	require.Len(t, r.Lines, 18)
 	require.NotEmpty(t, r.Machine.PostgreSQL)
 	for _, l := range r.Lines {
 		roundTrips, commits := 1.0, 0.0
@@ -36,10 +36,14 @@ func TestMeasure(t *testing.T) {
 			roundTrips = 0
 		case l.Case == caseFirst:
 			roundTrips, commits = 2, 2
+		case l.Case == caseTransaction && l.Arm == armLibrary:
+			roundTrips, commits = 3, 1
+		case l.Case == caseTransaction:
+			roundTrips, commits = 3, 3
 		}
 		// A pool asks a connection that was idle for a second whether it is alive.
 		require.InDelta(t, roundTrips, l.RoundTrips, 0.2, "%s %s", l.cell, l.Arm)
-		if l.Case == caseFirst && l.Arm != armBare {
+		if commits > 0 {
 			require.InDelta(t, commits, l.Commits, 0.05, "%s %s", l.cell, l.Arm)
 			require.Positive(t, l.WAL)
 		}

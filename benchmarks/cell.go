@@ -16,6 +16,8 @@ const (
 	caseReplay   = "replay"
 	caseInFlight = "409"
 	caseReused   = "422"
+	// caseTransaction is a first request whose handler writes a row, too.
+	caseTransaction = "transaction"
 )
 
 const (
@@ -59,7 +61,10 @@ func (c cell) pools() []int {
 func allCells() []cell {
 	var cells []cell
 	for _, level := range []string{levelStore, levelHTTP} {
-		for _, name := range []string{caseFirst, caseReplay, caseInFlight, caseReused} {
+		for _, name := range []string{caseFirst, caseReplay, caseInFlight, caseReused, caseTransaction} {
+			if name == caseTransaction && level != levelStore {
+				continue
+			}
 			for _, bytes := range []int{small, large} {
 				for _, clients := range []int{1, 8, 64, 256} {
 					cells = append(cells, cell{level, name, bytes, clients})

@@ -27,6 +27,8 @@ var goals = []goal{
 	{cell: cell{levelStore, caseReplay, small, 64}, against: bestPool, ratio: 1},
 	{cell: cell{levelStore, caseInFlight, small, 1}, against: samePool, ratio: 0.75},
 	{cell: cell{levelStore, caseInFlight, small, 64}, against: bestPool, ratio: 0.7},
+	{cell: cell{levelStore, caseTransaction, small, 1}, against: samePool, ratio: 1.6},
+	{cell: cell{levelStore, caseTransaction, small, 8}, against: samePool, ratio: 1.4},
 }
 
 // met reports whether a ratio reaches the goal.

@@ -21,6 +21,9 @@ type plan struct {
 type arm struct {
 	kind string // one of the kinds below
 	pool int    // connections; 0 for none
+	// savepoints is how many an operation writes behind: each has a transaction ID, as
+	// what is committed has, but no commit.
+	savepoints int64
 	// do does one operation, the nth of a client, and checks its outcome.
 	do func(ctx context.Context, client, n int) error
 }
@@ -95,12 +98,14 @@ func measure(ctx context.Context, m meter, a arm, clients int, slice time.Durati
 		return sample{}, err
 	}
 	slices.Sort(latencies)
+	spent := after.minus(before)
+	spent.commits -= a.savepoints * int64(len(latencies))
 	return sample{
 		operations: len(latencies),
 		elapsed:    elapsed,
 		p50:        percentile(latencies, 0.50),
 		p99:        percentile(latencies, 0.99),
-		cost:       after.minus(before),
+		cost:       spent,
 	}, nil
 }
 

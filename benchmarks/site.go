@@ -36,6 +36,7 @@ type site struct {
 	pools   map[int]*pgxpool.Pool
 	first   *idempotency.PostgresStore // for first requests
 	seeded  *idempotency.PostgresStore // for those that meet a record
+	inTx    *idempotency.PostgresStore // for those whose handler has a transaction
 	keys    map[string][]idempotency.ScopedKey
 	web     *web
 }
@@ -69,6 +70,12 @@ func newSite(ctx context.Context, databaseURL string) (s *site, err error) {
 	pool := s.pools[libraryPool]
 	s.first = idempotency.NewPostgresStoreWith(pool, firstRecords)
 	s.seeded = idempotency.NewPostgresStoreWith(pool, seededRecords)
+	s.inTx = idempotency.NewPostgresStoreWith(pool, idempotency.PostgresConfig{
+		Table: firstRecords.Table, MaxTransactions: libraryPool, // as many as the floor has
+	})
+	if _, err = s.meter.admin.Exec(ctx, createOrdersSQL); err != nil {
+		return s, err
+	}
 	s.web, err = newWeb(ctx, s.first, s.seeded)
 	return s, err
 }
@@ -90,14 +97,17 @@ func (s *site) close(ctx context.Context) {
 // arms returns what is compared in a cell, the library first. Tables that it writes
 // to are empty then.
 func (s *site) arms(ctx context.Context, c cell) ([]arm, error) {
-	if _, err := s.meter.admin.Exec(ctx, "TRUNCATE first_records, floor_records"); err != nil {
+	if _, err := s.meter.admin.Exec(ctx, "TRUNCATE first_records, floor_records, orders"); err != nil {
 		return nil, err
 	}
 	if c.Level == levelHTTP {
 		return s.web.arms(ctx, c)
 	}
-	if c.Case == caseFirst {
+	switch c.Case {
+	case caseFirst:
 		return s.firstArms(c), nil
+	case caseTransaction:
+		return s.transactionArms(c), nil
 	}
 	return s.readArms(ctx, c)
 }

@@ -77,13 +77,21 @@ func unexpected(r idempotency.Record) error { return fmt.Errorf("the record is %
 
 // plainFirst writes the same without asking whether it is there.
 func plainFirst(ctx context.Context, pool *pgxpool.Pool, r idempotency.Response) error {
-	key, owner := uuid.NewString(), pgtype.UUID{Bytes: uuid.New(), Valid: true}
-	fingerprint := idempotency.Fingerprint{1}
-	_, err := pool.Exec(ctx, insertSQL, "v1", "acme", "alice", route, "u:", key, owner, fingerprint[:], lease, ttl)
-	if err != nil {
+	key := uuid.NewString()
+	if err := plainClaim(ctx, pool, key); err != nil {
 		return err
 	}
-	_, err = pool.Exec(ctx, updateSQL, "v1", "acme", "alice", route, "u:", key,
+	return plainComplete(ctx, pool, key, r)
+}
+
+func plainClaim(ctx context.Context, pool *pgxpool.Pool, key string) error {
+	owner, fingerprint := pgtype.UUID{Bytes: uuid.New(), Valid: true}, idempotency.Fingerprint{1}
+	_, err := pool.Exec(ctx, insertSQL, "v1", "acme", "alice", route, "u:", key, owner, fingerprint[:], lease, ttl)
+	return err
+}
+
+func plainComplete(ctx context.Context, pool *pgxpool.Pool, key string, r idempotency.Response) error {
+	_, err := pool.Exec(ctx, updateSQL, "v1", "acme", "alice", route, "u:", key,
 		r.Status, []byte("content-type: application/json; content-length: 200"), r.Body)
 	return err
 }
