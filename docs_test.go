@@ -2,7 +2,11 @@ package idempotency_test
 
 import (
 	"os"
+	"path/filepath"
 	"regexp"
+	"slices"
+	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -20,4 +24,38 @@ func TestS32EachCodeIsDocumented(t *testing.T) {
 	for _, code := range codes {
 		require.Contains(t, string(page), `<a id="`+string(code[1])+`"></a>`)
 	}
+}
+
+// Each test that the guarantees rest on is there, under the name that is given.
+func TestGuaranteesNameTests(t *testing.T) {
+	page, err := os.ReadFile("docs/guarantees.md")
+	require.NoError(t, err)
+	sources := testSources(t)
+	names := regexp.MustCompile("`(Test[A-Z]\\w+)(?:/([^`]+))?`").FindAllStringSubmatch(string(page), -1)
+	require.NotEmpty(t, names)
+	for _, name := range names {
+		test, subtest := name[1], strings.ReplaceAll(name[2], "_", " ")
+		found := slices.ContainsFunc(sources, func(source string) bool {
+			return strings.Contains(source, "\nfunc "+test+"(t *testing.T)") &&
+				(subtest == "" || strings.Contains(source, strconv.Quote(subtest)))
+		})
+		require.True(t, found, name[0])
+	}
+}
+
+// testSources returns the contents of the test files of this package and the examples.
+func testSources(t *testing.T) []string {
+	t.Helper()
+	var sources []string
+	for _, pattern := range []string{"*_test.go", "examples/*/*_test.go"} {
+		files, err := filepath.Glob(pattern)
+		require.NoError(t, err)
+		require.NotEmpty(t, files)
+		for _, file := range files {
+			source, err := os.ReadFile(file)
+			require.NoError(t, err)
+			sources = append(sources, string(source))
+		}
+	}
+	return sources
 }

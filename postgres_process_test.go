@@ -33,6 +33,7 @@ type processConfig struct {
 	DatabaseURL string
 	Lease       time.Duration
 	Hold        bool
+	Crash       *crashConfig // nil: it runs handlers until it is stopped
 }
 
 func TestMain(m *testing.M) {
@@ -58,6 +59,9 @@ func serveAsProcess(ctx context.Context, config string) error {
 	var cfg processConfig
 	if err := json.Unmarshal([]byte(config), &cfg); err != nil {
 		return err
+	}
+	if cfg.Crash != nil {
+		return serveToBeKilled(ctx, cfg)
 	}
 	pool, err := pgxpool.New(ctx, cfg.DatabaseURL)
 	if err != nil {
@@ -347,8 +351,7 @@ func TestS27PostgresProcessKilled(t *testing.T) {
 			other := newLifeSite(t, db.url, idempotency.Config{Lease: lease, HoldAbandoned: hold}, attempt)
 			await := p.start(t.Context())
 			p.says(t, "running")
-			require.NoError(t, p.cmd.Process.Kill())
-			require.Error(t, p.cmd.Wait())
+			p.kill(t)
 			require.Error(t, await(t).err)
 
 			other.refused(t, call{}, http.StatusConflict, idempotency.CodeInFlight)
