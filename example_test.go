@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/keytuple/idempotency"
 )
@@ -106,6 +107,59 @@ func ExampleFromContext() {
 	// 200 pending
 	// 200 paid
 	// 200 paid (replayed)
+}
+
+// Every attempt of one operation asks a service with the same key.
+func ExampleExecution_DownstreamKey() {
+	idem, err := idempotency.New(idempotency.NewMemoryStore(), idempotency.Config{KeyScope: account, Principal: user})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	handler := idem.Named("charge").Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		exec, _ := idempotency.FromContext(r.Context()) // always there in a guarded handler
+		fmt.Println("attempt", exec.Attempt(), "asks with", exec.DownstreamKey("payment"))
+		if exec.Attempt() == 1 {
+			http.Error(w, "did they take it?", http.StatusBadGateway) // not kept: the retry asks again
+			return
+		}
+		fmt.Fprint(w, "paid")
+	}))
+	post(handler, "/v1/charges", `"order-42"`, "10 euro")
+	post(handler, "/v1/charges", `"order-42"`, "10 euro")
+	// Output:
+	// attempt 1 asks with 5ad95157-2b0b-8aa0-a271-3485161a698f
+	// 502 did they take it?
+	//
+	// attempt 2 asks with 5ad95157-2b0b-8aa0-a271-3485161a698f
+	// 200 paid
+}
+
+// What a handler writes in its transaction is committed together with its outcome.
+func ExamplePostgresTx() {
+	ctx := context.Background()
+	pool, err := pgxpool.New(ctx, "postgres://localhost/test")
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	defer pool.Close()
+	idem, err := idempotency.New(idempotency.NewPostgresStore(pool), idempotency.Config{
+		KeyScope: account, Principal: user, Transactional: true,
+	})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	handler := idem.Named("order").Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		tx, _ := idempotency.PostgresTx(r.Context()) // always there in a guarded handler
+		if _, err := tx.Exec(r.Context(), "INSERT INTO orders (account) VALUES ($1)", account(r)); err != nil {
+			http.Error(w, "not ordered", http.StatusInternalServerError) // not kept, so everything is undone
+			return
+		}
+		w.WriteHeader(http.StatusCreated) // leaves after the commit
+	}))
+	http.Handle("POST /v1/orders", handler)
 }
 
 // Problems can be written in the application's own shape.

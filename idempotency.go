@@ -24,8 +24,10 @@
 // every retry gets. A handler's process can still die between its effect and the
 // storing of its outcome. The lease then runs out and the next retry runs again,
 // as attempt 2, which the handler can see; or, with [Config].HoldAbandoned, it
-// does not, and a person has to look. Effects outside the store cannot be undone
-// by it.
+// does not, and a person has to look. Where the effect is in the database of the
+// records, [Config].Transactional commits it together with the outcome. Effects
+// elsewhere cannot be undone: [Execution.DownstreamKey] lets those who have them
+// recognise a second attempt.
 package idempotency
 
 import (
