@@ -22,34 +22,50 @@ import (
 // requestKey is in each message that has the key of call{} as a parameter.
 const requestKey = "8e03978e"
 
+func cutAfterSending(p *pgtest.Proxy) (disarm func()) {
+	p.CutAfterSending(requestKey)
+	return func() {}
+}
+
+func cutBeforeSending(p *pgtest.Proxy) (disarm func()) {
+	p.CutBeforeSending(requestKey)
+	return func() {}
+}
+
+func holdAnswer(p *pgtest.Proxy) (disarm func()) {
+	_, release := p.HoldAnswer(requestKey)
+	return release
+}
+
 // S38: where the answer to a commit does not come, it is looked up what became of it
 // before the client hears anything.
 func TestS38CommitWithoutAnswer(t *testing.T) {
 	for _, tc := range []struct {
 		name    string
-		arm     func(*pgtest.Proxy)
+		arm     func(p *pgtest.Proxy) (disarm func())
 		stored  bool
 		outcome idempotency.Outcome
 	}{
-		{"committed", func(p *pgtest.Proxy) { p.CutAfterSending(requestKey) }, true, idempotency.OutcomeStored},
-		{"never sent", func(p *pgtest.Proxy) { p.CutBeforeSending(requestKey) }, false, idempotency.OutcomeReleased},
-		{"too late", func(p *pgtest.Proxy) { p.HoldAnswer(requestKey) }, true, idempotency.OutcomeStored},
+		{"committed", cutAfterSending, true, idempotency.OutcomeStored},
+		{"never sent", cutBeforeSending, false, idempotency.OutcomeReleased},
+		{"too late", holdAnswer, true, idempotency.OutcomeStored},
 	} {
 		for _, mode := range modes {
 			t.Run(tc.name+", "+mode.String(), func(t *testing.T) {
 				parallel(t)
 				db := newLifeDB(t)
 				createOrders(t, db.Pool)
-				arm := true
+				arm, disarm := true, func() {}
 				s := newTxSite(t, newPool(t, db.proxy.URL(), withMode(mode)), idempotency.PostgresConfig{},
 					idempotency.Config{StoreTimeout: 2 * time.Second}, func(tx pgx.Tx, w http.ResponseWriter, r *http.Request) {
 						if arm {
-							tc.arm(db.proxy)
+							disarm = tc.arm(db.proxy)
 							arm = false
 						}
 						ordered(tx, w, r)
 					})
 				a := s.do(t.Context(), call{})
+				disarm()
 				e := s.ended(t)
 				require.Equal(t, tc.outcome, e.Outcome, s.logs)
 				if tc.stored {
