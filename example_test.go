@@ -159,7 +159,8 @@ func ExamplePostgresTx() {
 		}
 		w.WriteHeader(http.StatusCreated) // leaves after the commit
 	}))
-	http.Handle("POST /v1/orders", handler)
+	http.NewServeMux().Handle("POST /v1/orders", handler)
+	// Output:
 }
 
 // Problems can be written in the application's own shape.

@@ -95,7 +95,7 @@ func TestS38CommitOverARecordWithoutAnswer(t *testing.T) {
 			db := newLifeDB(t)
 			createOrders(t, db.Pool)
 			store := idempotency.NewPostgresStore(db.Pool)
-			c := claimOf(t, call{})
+			c := claimOf(t)
 			_, err := store.Claim(t.Context(), c)
 			require.NoError(t, err)
 			require.NoError(t, store.Release(t.Context(), memoryLeaseOf(c)))

@@ -629,7 +629,7 @@ func TestS38TransactionOverOtherRecords(t *testing.T) {
 					w.WriteHeader(status)
 					_, _ = fmt.Fprintf(w, "attempt %d", attemptOf(r))
 				})
-				c := claimOf(t, call{})
+				c := claimOf(t)
 				c.Hold = tc.hold
 				rec, err := s.store.Claim(t.Context(), c)
 				require.NoError(t, err)
@@ -657,6 +657,81 @@ func TestS38TransactionOverOtherRecords(t *testing.T) {
 	}
 }
 
+// S38: what a transaction is to be recorded over must be, at its end, what it was at its
+// beginning. Else nothing is committed, and the client gets what a retry would get.
+func TestS38RecordThatChangesMeanwhile(t *testing.T) {
+	type meanwhile func(ctx context.Context, s *idempotency.PostgresStore, first, second idempotency.Claim) error
+	claimAgain := func(ctx context.Context, s *idempotency.PostgresStore, _, second idempotency.Claim) error {
+		_, err := s.Claim(ctx, second)
+		return err
+	}
+	for _, tc := range []struct {
+		name      string
+		meanwhile meanwhile
+		status    int
+		code      idempotency.Code // of a problem; else a replay
+		record    string
+	}{
+		{"claimed", claimAgain, http.StatusConflict, idempotency.CodeInFlight, "in_progress 2"},
+		{"claimed, and released again", func(ctx context.Context, s *idempotency.PostgresStore, first, second idempotency.Claim) error {
+			return errors.Join(claimAgain(ctx, s, first, second), s.Release(ctx, memoryLeaseOf(second)))
+		}, http.StatusServiceUnavailable, idempotency.CodeRetry, "released 2"},
+		{"completed by its owner", func(ctx context.Context, s *idempotency.PostgresStore, first, _ idempotency.Claim) error {
+			return s.Complete(ctx, memoryLeaseOf(first), idempotency.Response{Status: http.StatusAccepted})
+		}, http.StatusAccepted, "", "completed 1"},
+		{"extended by its owner", func(ctx context.Context, s *idempotency.PostgresStore, first, _ idempotency.Claim) error {
+			return s.Extend(ctx, memoryLeaseOf(first))
+		}, http.StatusConflict, idempotency.CodeInFlight, "in_progress 1"},
+	} {
+		for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead} {
+			t.Run(fmt.Sprintf("%s, %s", tc.name, level), func(t *testing.T) {
+				parallel(t)
+				pool := newOrders(t)
+				first, second := claimOf(t), claimOf(t)
+				var s *txSite
+				s = newTxSite(t, pool, idempotency.PostgresConfig{Isolation: level}, idempotency.Config{},
+					func(tx pgx.Tx, w http.ResponseWriter, r *http.Request) {
+						assert.NoError(t, tc.meanwhile(r.Context(), s.store, first, second))
+						ordered(tx, w, r)
+					})
+				_, err := s.store.Claim(t.Context(), first)
+				require.NoError(t, err)
+				advance(t, pool, "idempotency_records", first.Lease) // it is abandoned
+				a := s.do(t.Context(), call{})
+				if tc.code == "" {
+					require.Equal(t, tc.status, a.status, a.body)
+					require.True(t, a.replayed())
+				} else {
+					a.requireProblem(t, tc.status, tc.code)
+				}
+				require.EqualValues(t, 1, s.runs.Load())
+				require.Zero(t, orders(t, pool))
+				require.Equal(t, tc.record, lifeDB{Pool: pool}.record(t))
+			})
+		}
+	}
+}
+
+// S38: a handler that commits by itself, and goes on in a new transaction, is not
+// recorded as done over another record either.
+func TestS38CommitBySQLOverARecord(t *testing.T) {
+	parallel(t)
+	pool := newOrders(t)
+	s := newTxSite(t, pool, idempotency.PostgresConfig{}, idempotency.Config{},
+		func(tx pgx.Tx, w http.ResponseWriter, r *http.Request) {
+			_, err := tx.Exec(r.Context(), "COMMIT AND CHAIN")
+			assert.NoError(t, err)
+			ordered(tx, w, r)
+		})
+	c := claimOf(t)
+	_, err := s.store.Claim(t.Context(), c)
+	require.NoError(t, err)
+	require.NoError(t, s.store.Release(t.Context(), memoryLeaseOf(c)))
+	s.do(t.Context(), call{}).requireProblem(t, http.StatusInternalServerError, idempotency.CodeCommitFailed)
+	require.Equal(t, "released 1", lifeDB{Pool: pool}.record(t))
+	require.Zero(t, orders(t, pool))
+}
+
 // claimOnly is a store that remembers the claim that it refuses.
 type claimOnly struct{ claim *idempotency.Claim }
 
@@ -671,12 +746,12 @@ func (claimOnly) Release(context.Context, idempotency.Lease) error { return nil 
 
 func (claimOnly) Extend(context.Context, idempotency.Lease) error { return nil }
 
-// claimOf returns the claim that a guard makes for a call.
-func claimOf(t *testing.T, c call) idempotency.Claim {
+// claimOf returns the claim that a guard makes for call{}.
+func claimOf(t *testing.T) idempotency.Claim {
 	t.Helper()
 	var claim idempotency.Claim
 	s := newGuardedSite(t, claimOnly{&claim}, idempotency.Config{}, echo)
-	require.Equal(t, http.StatusServiceUnavailable, s.do(t.Context(), c).status)
+	require.Equal(t, http.StatusServiceUnavailable, s.do(t.Context(), call{}).status)
 	return claim
 }
 
@@ -718,7 +793,7 @@ func TestS38PrimaryKeyDecides(t *testing.T) {
 						_, _ = io.WriteString(w, "winner")
 					})
 				if tc.over {
-					c := claimOf(t, call{})
+					c := claimOf(t)
 					_, err := s.store.Claim(t.Context(), c)
 					require.NoError(t, err)
 					require.NoError(t, s.store.Release(t.Context(), memoryLeaseOf(c)))
