@@ -180,6 +180,49 @@ func TestS38ClaimWithoutAnswer(t *testing.T) {
 	require.True(t, s.do(t.Context(), call{}).replayed())
 }
 
+// S38: a session that the server ends while a handler runs has undone its transaction.
+// The client is told to ask again, and a retry runs.
+func TestS38SessionEnds(t *testing.T) {
+	for _, tc := range []struct {
+		name    string
+		timeout string // of a session that is idle in its transaction
+		end     string // sent by another session, with the number of the one to be ended
+	}{
+		{"by an operator", "0", "SELECT pg_terminate_backend($1)"},
+		{"by its timeout", "100ms", "SELECT $1 > 0"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			parallel(t)
+			admin := newOrders(t)
+			pool := newPool(t, admin.Config().ConnString(), withSetting("idle_in_transaction_session_timeout", tc.timeout))
+			first := true
+			s := newTxSite(t, pool, idempotency.PostgresConfig{}, idempotency.Config{},
+				func(tx pgx.Tx, w http.ResponseWriter, r *http.Request) {
+					if !first {
+						ordered(tx, w, r)
+						return
+					}
+					first = false
+					assert.NoError(t, order(tx, r))
+					pid := tx.Conn().PgConn().PID()
+					queryOne[bool](t, admin, tc.end, pid)
+					until(t, func() bool {
+						return queryOne[bool](t, admin, "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = $1)", pid)
+					}, "the session does not end")
+					w.WriteHeader(http.StatusCreated)
+				})
+			s.do(t.Context(), call{}).requireProblem(t, http.StatusServiceUnavailable, idempotency.CodeRetry)
+			e := s.ended(t)
+			require.Equal(t, idempotency.OutcomeReleased, e.Outcome)
+			require.ErrorIs(t, e.Err, idempotency.ErrNotCommitted)
+			require.Zero(t, orders(t, admin))
+			require.Equal(t, "attempt 1", s.do(t.Context(), call{}).body)
+			require.Equal(t, 1, orders(t, admin))
+			s.idle(t)
+		})
+	}
+}
+
 // rivalOrder reads and writes what a serializable transaction under way has read.
 func rivalOrder(ctx context.Context, pool *pgxpool.Pool) error {
 	return pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{IsoLevel: pgx.Serializable}, func(tx pgx.Tx) error {
