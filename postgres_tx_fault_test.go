@@ -223,6 +223,49 @@ func TestS38SessionEnds(t *testing.T) {
 	}
 }
 
+// S38: what the database says when it refuses a commit decides whether a client is told
+// to ask again. Nothing is committed, and nothing remembered.
+func TestS38CommitRefused(t *testing.T) {
+	for _, tc := range []struct {
+		sqlState string
+		status   int
+		code     idempotency.Code
+		err      error
+	}{
+		{"40001", http.StatusServiceUnavailable, idempotency.CodeRetry, idempotency.ErrNotCommitted}, // serialization failure
+		{"40P01", http.StatusServiceUnavailable, idempotency.CodeRetry, idempotency.ErrNotCommitted}, // deadlock
+		{"53100", http.StatusServiceUnavailable, idempotency.CodeRetry, idempotency.ErrNotCommitted}, // disk full
+		{"57014", http.StatusServiceUnavailable, idempotency.CodeRetry, idempotency.ErrNotCommitted}, // cancelled
+		{"55P03", http.StatusServiceUnavailable, idempotency.CodeRetry, idempotency.ErrNotCommitted}, // lock not available
+		{"25006", http.StatusServiceUnavailable, idempotency.CodeRetry, idempotency.ErrNotCommitted}, // read only
+		{"23505", http.StatusInternalServerError, idempotency.CodeCommitFailed, idempotency.ErrCommitFailed},
+		{"23514", http.StatusInternalServerError, idempotency.CodeCommitFailed, idempotency.ErrCommitFailed},
+		{"P0001", http.StatusInternalServerError, idempotency.CodeCommitFailed, idempotency.ErrCommitFailed},
+	} {
+		t.Run(tc.sqlState, func(t *testing.T) {
+			parallel(t)
+			pool := newOrders(t)
+			_, err := pool.Exec(t.Context(), `CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
+				'BEGIN RAISE EXCEPTION USING ERRCODE = TG_ARGV[0]; END';
+				CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON orders DEFERRABLE INITIALLY DEFERRED
+				FOR EACH ROW EXECUTE FUNCTION refuse('`+tc.sqlState+`')`)
+			require.NoError(t, err)
+			s := newTxSite(t, pool, idempotency.PostgresConfig{}, idempotency.Config{}, ordered)
+			s.do(t.Context(), call{}).requireProblem(t, tc.status, tc.code)
+			e := s.ended(t)
+			require.Equal(t, idempotency.OutcomeReleased, e.Outcome)
+			require.ErrorIs(t, e.Err, tc.err)
+			require.Contains(t, s.logs.String(), tc.sqlState)
+			require.Zero(t, orders(t, pool))
+			require.Zero(t, count(t, pool, "true"))
+			_, err = pool.Exec(t.Context(), "DROP TRIGGER refuse ON orders")
+			require.NoError(t, err)
+			require.Equal(t, "attempt 1", s.do(t.Context(), call{}).body, "a retry runs")
+			s.idle(t)
+		})
+	}
+}
+
 // rivalOrder reads and writes what a serializable transaction under way has read.
 func rivalOrder(ctx context.Context, pool *pgxpool.Pool) error {
 	return pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{IsoLevel: pgx.Serializable}, func(tx pgx.Tx) error {
