@@ -165,9 +165,8 @@ func TestS38CommitOfUnknownFate(t *testing.T) {
 func TestS38ClaimWithoutAnswer(t *testing.T) {
 	parallel(t)
 	db := newLifeDB(t)
-	createOrders(t, db.Pool)
-	s := newTxSite(t, newPool(t, db.proxy.URL()), idempotency.PostgresConfig{},
-		idempotency.Config{StoreTimeout: 5 * time.Second}, ordered)
+	s := newTxSite(t, newPool(t, db.proxy.URL()), idempotency.PostgresConfig{MaxTransactions: 1},
+		idempotency.Config{StoreTimeout: 5 * time.Second}, func(_ pgx.Tx, w http.ResponseWriter, r *http.Request) { attempt(w, r) })
 	db.proxy.CutAfterSending(requestKey)
 	require.Equal(t, "attempt 1", s.do(t.Context(), call{}).body, s.logs)
 	require.Equal(t, 1, db.proxy.Cuts())
@@ -178,6 +177,7 @@ func TestS38ClaimWithoutAnswer(t *testing.T) {
 	db.proxy.Refuse(false)
 	require.EqualValues(t, 1, s.runs.Load())
 	require.True(t, s.do(t.Context(), call{}).replayed())
+	require.Equal(t, "attempt 1", s.do(t.Context(), call{key: `"second"`}).body, "which finds the place free")
 }
 
 // S38: a session that the server ends while a handler runs has undone its transaction.
@@ -409,6 +409,7 @@ func TestS38MaxTransactions(t *testing.T) {
 			w.WriteHeader(http.StatusCreated)
 		})
 	require.Equal(t, http.StatusCreated, s.do(t.Context(), call{}).status)
+	require.True(t, s.do(t.Context(), call{}).replayed(), "whose place is free again")
 	slow := make(chan reply, 1)
 	go func() { slow <- s.do(t.Context(), call{path: "/slow"}) }()
 	receive(t, entered)

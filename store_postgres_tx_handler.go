@@ -40,7 +40,7 @@ func PostgresTx(ctx context.Context) (tx pgx.Tx, ok bool) {
 type handlerTxKey struct{}
 
 // handlerSavepoint is before the first thing that a handler does.
-const handlerSavepoint = "idempotency"
+const handlerSavepoint = "idempotency_operation"
 
 const undoHandlerSQL = "ROLLBACK TO SAVEPOINT " + handlerSavepoint
 
