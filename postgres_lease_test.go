@@ -93,6 +93,9 @@ func (db lifeDB) untilRecord(t *testing.T, want string) {
 	until(t, func() bool { return db.record(t) == want }, want)
 }
 
+// manyEvents are more than a test makes, which may ask in a loop until something happens.
+const manyEvents = 10_000
+
 // A lifeSite is a pgSite that stands for one process, and tells how its requests
 // ended.
 type lifeSite struct {
@@ -109,7 +112,7 @@ func newLifeSite(
 	t *testing.T, dbURL string, cfg idempotency.Config, h http.HandlerFunc, wrap ...func(*pgxpool.Pool) idempotency.PostgresDB,
 ) *lifeSite {
 	t.Helper()
-	s := &lifeSite{pool: newPool(t, dbURL), events: make(chan idempotency.Event, 1000)}
+	s := &lifeSite{pool: newPool(t, dbURL), events: make(chan idempotency.Event, manyEvents)}
 	told := cfg.OnEvent
 	cfg.OnEvent = func(ctx context.Context, e idempotency.Event) {
 		switch e.Kind { //nolint:exhaustive // the others are not waited for

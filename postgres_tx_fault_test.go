@@ -332,6 +332,9 @@ func TestS38ClientLeaves(t *testing.T) {
 			ctx, leave := context.WithCancel(t.Context())
 			await := s.start(ctx)
 			receive(t, entered)
+			if heeds {
+				awaitSleep(t, pool)
+			}
 			leave()
 			require.Error(t, await(t).err)
 			want := idempotency.OutcomeStored
@@ -359,12 +362,13 @@ func orderSlowly(ctx context.Context, tx pgx.Tx) error {
 	return err
 }
 
-// awaitStatement waits until a statement that is like pattern runs.
-func awaitStatement(t *testing.T, pool *pgxpool.Pool, pattern string) {
+// awaitSleep waits until a statement sleeps in the database. Only from then on is it
+// sure to be cancelled: the server ignores a cancellation that arrives before it.
+func awaitSleep(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	until(t, func() bool {
 		return queryOne[bool](t, pool, "SELECT EXISTS (SELECT FROM pg_stat_activity"+
-			" WHERE datname = current_database() AND pid <> pg_backend_pid() AND query LIKE $1)", pattern)
+			" WHERE datname = current_database() AND wait_event = 'PgSleep')")
 	}, "it does not begin")
 }
 
@@ -381,7 +385,7 @@ func TestS38StrayStatement(t *testing.T) {
 			if first {
 				first = false
 				go func() { stray <- orderSlowly(context.WithoutCancel(r.Context()), tx) }()
-				awaitStatement(t, pool, "%stray%pg_sleep(60)")
+				awaitSleep(t, pool)
 				w.WriteHeader(http.StatusCreated)
 				return
 			}

@@ -33,7 +33,7 @@ type txSite struct {
 
 func newTxSite(t *testing.T, pool *pgxpool.Pool, pg idempotency.PostgresConfig, cfg idempotency.Config, h txHandler) *txSite {
 	t.Helper()
-	s := &txSite{pool: pool, store: idempotency.NewPostgresStoreWith(pool, pg), events: make(chan idempotency.Event, 1000)}
+	s := &txSite{pool: pool, store: idempotency.NewPostgresStoreWith(pool, pg), events: make(chan idempotency.Event, manyEvents)}
 	cfg.OnEvent = func(_ context.Context, e idempotency.Event) {
 		if e.Kind != idempotency.EventStoreFault && e.Kind != idempotency.EventLeaseLost {
 			s.events <- e
