@@ -28,10 +28,11 @@ import (
 //
 // It is no more safe for concurrent use than any pgx.Tx. A statement under way when its
 // context ends, which is when the client hangs up, breaks the connection: everything is
-// undone, and a retry runs. SQL that ends the transaction, as COMMIT, gets the request
-// 500 commit-failed, though the database has committed. What outlasts the transaction in
-// its session, such as SET without LOCAL or a temporary table, is met by later users of
-// the connection.
+// undone, and a retry runs. It may be refused as in flight before: until the server has
+// cancelled the statement, or, where it missed the request to, until that has ended. SQL
+// that ends the transaction, as COMMIT, gets the request 500 commit-failed, though the
+// database has committed. What outlasts the transaction in its session, such as SET
+// without LOCAL or a temporary table, is met by later users of the connection.
 func PostgresTx(ctx context.Context) (tx pgx.Tx, ok bool) {
 	tx, ok = ctx.Value(handlerTxKey{}).(pgx.Tx)
 	return tx, ok
