@@ -272,6 +272,7 @@ func ExampleMigrations() {
 		fmt.Printf("%03d.sql: %s\n", m.Version, first)
 	}
 	// Output: 001.sql: CREATE TABLE "payments"."idempotency_records" (
+	// 002.sql: ALTER TABLE "payments"."idempotency_records" ADD COLUMN alias_of bytea, ADD COLUMN origin bytea;
 }
 
 // What is wrong with a store's configuration is told when the middleware is made.

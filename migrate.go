@@ -13,6 +13,11 @@ import (
 //go:embed schema.sql
 var schemaSQL string
 
+// aliasesSQL has room for what the records of operations with several names remember:
+// the digests of their primary name and of their origin, where it is not their own.
+const aliasesSQL = `ALTER TABLE idempotency_records ADD COLUMN alias_of bytea, ADD COLUMN origin bytea;
+`
+
 // A Migration is one version of a [PostgresStore]'s table.
 type Migration struct {
 	// Version is 1 for the first migration, and one more for each that follows.
@@ -37,6 +42,7 @@ func Migrations(cfg PostgresConfig) ([]Migration, error) {
 func (c PostgresConfig) migrations() []Migration {
 	return []Migration{
 		{Version: 1, SQL: strings.ReplaceAll(schemaSQL, DefaultPostgresTable, c.table())},
+		{Version: 2, SQL: strings.ReplaceAll(aliasesSQL, DefaultPostgresTable, c.table())},
 	}
 }
 

@@ -86,8 +86,7 @@ func TestS38CommitWithoutAnswer(t *testing.T) {
 	}
 }
 
-// S38: the same, where the commit can change nothing if the record was taken over:
-// it is sent by itself.
+// S38: the same, where the record of an earlier attempt is overwritten.
 func TestS38CommitOverARecordWithoutAnswer(t *testing.T) {
 	for _, stored := range []bool{true, false} {
 		t.Run(fmt.Sprintf("committed=%t", stored), func(t *testing.T) {
@@ -104,9 +103,9 @@ func TestS38CommitOverARecordWithoutAnswer(t *testing.T) {
 				func(tx pgx.Tx, w http.ResponseWriter, r *http.Request) {
 					once.Do(func() {
 						if stored {
-							db.proxy.CutAfterSending("COMMIT")
+							db.proxy.CutAfterSending(requestKey)
 						} else {
-							db.proxy.CutBeforeSending("COMMIT")
+							db.proxy.CutBeforeSending(requestKey)
 						}
 					})
 					ordered(tx, w, r)

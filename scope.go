@@ -177,6 +177,13 @@ func (k ScopedKey) Flat() string {
 	return strings.Join([]string{k.version, k.tenant, k.principal, k.route, k.namespace, k.key}, "\x00")
 }
 
+// A KeyDigest stands for a [ScopedKey] where its parts are not needed: SHA-256 of its
+// flat form. The zero value is no key's.
+type KeyDigest [sha256.Size]byte
+
+// Digest returns the key's digest.
+func (k ScopedKey) Digest() KeyDigest { return sha256.Sum256([]byte(k.Flat())) }
+
 // compare orders keys by their components, each byte by byte.
 func (k ScopedKey) compare(other ScopedKey) int {
 	return cmp.Or(
@@ -195,8 +202,8 @@ func (k ScopedKey) String() string {
 	if k.IsZero() {
 		return "idempotency-key:none"
 	}
-	sum := sha256.Sum256([]byte(k.Flat()))
-	return "idempotency-key:" + hex.EncodeToString(sum[:8])
+	digest := k.Digest()
+	return "idempotency-key:" + hex.EncodeToString(digest[:8])
 }
 
 // Format writes [ScopedKey.String] for every verb, so that none shows the parts.

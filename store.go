@@ -39,8 +39,8 @@ var (
 // Until somebody claims or deletes it, a store may or may not let its owner
 // settle it.
 //
-// Abilities that not every store has are separate interfaces: [ExpiredDeleter],
-// [ConfigChecker].
+// Abilities that not every store has are separate interfaces: [AliasStore],
+// [TransactionalStore], [ExpiredDeleter], [ConfigChecker].
 type Store interface {
 	// Claim takes c.Key for c.Owner if it is free, and returns the record as it
 	// then stands. The key is free, and the claim wins, when there is no record or
@@ -94,8 +94,15 @@ type ConfigChecker interface {
 type Claim struct {
 	// Key names the operation.
 	Key ScopedKey
+	// Aliases are other names that it may be recorded under, the latest first. Only an
+	// [AliasStore] gets claims that have any.
+	Aliases []Alias
 	// Fingerprint of the request's payload.
 	Fingerprint Fingerprint
+	// OtherFingerprints are the payload's by all other schemes that it has one by. Only
+	// claims with Aliases have any: a record under one of their names may have been made
+	// by another scheme.
+	OtherFingerprints []Fingerprint
 	// Owner is a fresh random UUID, used for this claim only (S27).
 	Owner uuid.UUID
 	// Lease is how long the claim holds without being extended.
@@ -120,7 +127,7 @@ func (c Claim) Validate() error {
 	case c.TTL <= 0:
 		return invalidClaim("TTL is not positive")
 	}
-	return nil
+	return c.validateAliases()
 }
 
 // A Lease is what the winner of a claim holds.
@@ -192,7 +199,7 @@ func (s State) String() string {
 type Record struct {
 	// State towards this claim.
 	State State
-	// Fingerprint the record is bound to; the claim's own if State is StateClaimed.
+	// Fingerprint the record is bound to; one of the claim's own if State is StateClaimed.
 	Fingerprint Fingerprint
 	// Attempt counts the claims that won since the record was made: 1, 2, …
 	Attempt int
@@ -201,6 +208,15 @@ type Record struct {
 	LeaseLeft time.Duration
 	// Response is the outcome of a completed record. Do not modify it.
 	Response Response
+
+	// Keys are the names that the claim has taken, if State is StateClaimed and the claim
+	// has aliases: what its [Lease] is to name.
+	Keys []ScopedKey
+	// Origin is the digest of the name that the operation stands under, or, at its first
+	// attempt, of the last of the claim's names, if State is StateClaimed. Every later
+	// attempt gets the same, whatever names it is claimed by: downstream keys are derived
+	// from it (S45). Zero stands for Claim.Key.
+	Origin KeyDigest
 }
 
 // A Fingerprint tells whether two requests with one key are the same request

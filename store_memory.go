@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
 
@@ -36,7 +37,7 @@ const (
 )
 
 var (
-	_ Store          = (*MemoryStore)(nil)
+	_ AliasStore     = (*MemoryStore)(nil)
 	_ ExpiredDeleter = (*MemoryStore)(nil)
 )
 
@@ -96,8 +97,11 @@ func NewMemoryStoreWith(cfg MemoryConfig) *MemoryStore {
 	}
 }
 
-// Claim implements [Store]. For a key without a record it returns [ErrStoreFull]
-// if the store has reached its bound.
+// CheckAliases implements [AliasStore]: every MemoryStore can.
+func (s *MemoryStore) CheckAliases() error { return nil }
+
+// Claim implements [Store] and [AliasStore]. For a key without a record it returns
+// [ErrStoreFull] if the store has reached its bound.
 func (s *MemoryStore) Claim(ctx context.Context, c Claim) (Record, error) {
 	if err := c.Validate(); err != nil {
 		return Record{}, err
@@ -109,28 +113,66 @@ func (s *MemoryStore) Claim(ctx context.Context, c Claim) (Record, error) {
 	defer s.mu.Unlock()
 
 	now := s.now()
+	if len(c.Aliases) > 0 {
+		return s.claimAll(c, now)
+	}
 	r := s.records[c.Key]
 	switch {
 	case r == nil:
 		if !s.makeRoom(now) {
 			return Record{}, ErrStoreFull
 		}
-		r = &memoryRecord{key: c.Key, position: notQueued}
-		s.records[c.Key] = r
+		r = s.add(c.Key)
 	case r.expired(now):
-		r.attempt = 0
+		r.forget()
 	case !r.free(c, now):
 		return r.view(now), nil
 	}
-	r.fingerprint = c.Fingerprint
+	won := Record{State: StateClaimed, Fingerprint: c.Fingerprint, Attempt: r.attempt + 1, Origin: r.origin}
+	s.take(r, c, won, now)
+	return won, nil
+}
+
+// claimAll makes a claim that has aliases.
+func (s *MemoryStore) claimAll(c Claim, now time.Time) (Record, error) {
+	names := c.names()
+	met := make([]standing, len(names))
+	for i, name := range names {
+		if r := s.records[name]; r != nil && !r.expired(now) {
+			met[i] = standing{record: r.view(now), held: r.held, aliasOf: r.aliasOf, origin: r.origin}
+		}
+	}
+	plan := c.plan(met)
+	if isNew := func(i int) bool { return s.records[names[i]] == nil }; slices.ContainsFunc(plan.taken, isNew) && !s.makeRoom(now) {
+		return Record{}, ErrStoreFull
+	}
+	for _, i := range plan.taken {
+		r := s.records[names[i]] // anew: what is expired may have been removed to make room
+		if r == nil {
+			r = s.add(names[i])
+		}
+		r.aliasOf, r.origin = c.aliasOf(i, met[i]), plan.record.Origin
+		s.take(r, c, plan.record, now)
+	}
+	return plan.record, nil
+}
+
+func (s *MemoryStore) add(k ScopedKey) *memoryRecord {
+	r := &memoryRecord{key: k, position: notQueued}
+	s.records[k] = r
+	return r
+}
+
+// take makes r a record in progress, as won says.
+func (s *MemoryStore) take(r *memoryRecord, c Claim, won Record, now time.Time) {
+	r.fingerprint = won.Fingerprint
 	r.owner = c.Owner
-	r.attempt++
+	r.attempt = won.Attempt
 	r.state = StateInProgress
 	r.held = c.Hold
 	r.leaseEnd = now.Add(c.Lease)
 	r.ttlEnd = now.Add(c.TTL)
 	s.put(r, Response{})
-	return Record{State: StateClaimed, Fingerprint: c.Fingerprint, Attempt: r.attempt}, nil
 }
 
 // Complete implements [Store]. It keeps r itself, not a copy.
@@ -298,6 +340,8 @@ func (s *MemoryStore) evict(now time.Time) bool {
 type memoryRecord struct {
 	key         ScopedKey
 	fingerprint Fingerprint
+	aliasOf     KeyDigest // the primary name that it was claimed with; zero: its own key
+	origin      KeyDigest // zero: its own key
 	owner       uuid.UUID
 	attempt     int
 	state       State
@@ -314,6 +358,9 @@ type memoryRecord struct {
 func (r *memoryRecord) expired(now time.Time) bool {
 	return r.position != notQueued && !now.Before(r.due)
 }
+
+// forget makes an expired record as good as none.
+func (r *memoryRecord) forget() { r.attempt, r.aliasOf, r.origin = 0, KeyDigest{}, KeyDigest{} }
 
 func (r *memoryRecord) live(now time.Time) bool { return now.Before(r.leaseEnd) }
 

@@ -29,6 +29,7 @@ type PostgresDB interface {
 }
 
 var (
+	_ AliasStore         = (*PostgresStore)(nil)
 	_ TransactionalStore = (*PostgresStore)(nil)
 	_ ExpiredDeleter     = (*PostgresStore)(nil)
 	_ ConfigChecker      = (*PostgresStore)(nil)
@@ -48,6 +49,9 @@ var (
 // on at most two connections. What they return counts, as ever, only once it is
 // committed. Claims of one key at the same time share one. A call that meets no
 // other is sent at once, by its own goroutine. See [PostgresConfig].DisableBatching.
+//
+// A claim with aliases, and what is then done with their records, travels by itself, as
+// one transaction: the claim takes two round trips, but one where it does not win.
 //
 // It is a [TransactionalStore] as well: see [Config].Transactional and [PostgresTx].
 //
@@ -124,19 +128,28 @@ func (s *PostgresStore) Claim(ctx context.Context, c Claim) (Record, error) {
 	if s.closed.Load() {
 		return Record{}, postgresError("claim", notClaimed(errStoreClosed))
 	}
-	if s.batcher == nil {
-		return s.claim(ctx, c)
+	switch {
+	case len(c.Aliases) > 0:
+		return s.claim(ctx, c, s.tryClaimAll)
+	case s.batcher == nil:
+		return s.claimKey(ctx, c)
 	}
-	return s.flights.claim(ctx, c, s.claim)
+	return s.flights.claim(ctx, c, s.claimKey)
 }
 
-func (s *PostgresStore) claim(ctx context.Context, c Claim) (Record, error) {
+// claimKey makes a claim without aliases.
+func (s *PostgresStore) claimKey(ctx context.Context, c Claim) (Record, error) {
 	args := claimArgs(c)
+	return s.claim(ctx, c, func(ctx context.Context, c Claim) (Record, error) { return s.tryClaim(ctx, c, args) })
+}
+
+// claim tries until it is known how the claim stands.
+func (s *PostgresStore) claim(ctx context.Context, c Claim, try func(context.Context, Claim) (Record, error)) (Record, error) {
 	var err error
 	inDoubt := false
 	for range maxTries {
 		var rec Record
-		rec, err = s.tryClaim(ctx, c, args)
+		rec, err = try(ctx, c)
 		if err == nil {
 			return rec, nil
 		}
@@ -205,11 +218,12 @@ func (s *PostgresStore) queryClaim(ctx context.Context, c Claim, args []any) (cl
 // its state has changed since.
 func (s *PostgresStore) takeOver(ctx context.Context, c Claim, args []any) (Record, error) {
 	rec := Record{State: StateClaimed, Fingerprint: c.Fingerprint}
+	var origin []byte
 	st := statement{key: c.Key, sql: s.sql.takeOver, args: args, ofClaim: true, read: func(rows pgx.Rows) error {
 		if !rows.Next() {
 			return rows.Err()
 		}
-		return rows.Scan(&rec.Attempt)
+		return rows.Scan(&rec.Attempt, &origin)
 	}}
 	switch err := s.run(ctx, &st); {
 	case err != nil:
@@ -217,7 +231,7 @@ func (s *PostgresStore) takeOver(ctx context.Context, c Claim, args []any) (Reco
 	case st.touched == 0:
 		return Record{}, errOvertaken
 	}
-	return rec, nil
+	return rec, scanDigest(origin, &rec.Origin)
 }
 
 // run sends one statement about one key, alone or with others.
@@ -299,9 +313,8 @@ func (s *PostgresStore) settle(ctx context.Context, l Lease, c change) error {
 		err = s.run(ctx, st)
 		done = err == nil && st.touched > 0
 	} else {
-		// In the order in which every writer locks them, so that no two wait for each other.
 		keys = slices.Compact(slices.SortedFunc(slices.Values(keys), ScopedKey.compare))
-		done, err = s.changeInTx(ctx, keys, l.Owner, c)
+		done, err = s.changeAll(ctx, keys, l.Owner, c)
 	}
 	switch {
 	case err != nil:
@@ -310,22 +323,6 @@ func (s *PostgresStore) settle(ctx context.Context, l Lease, c change) error {
 		return nil
 	}
 	return s.checkDone(ctx, keys, l.Owner, c)
-}
-
-// changeInTx reports whether owner holds all records. If not, none is changed.
-func (s *PostgresStore) changeInTx(ctx context.Context, keys []ScopedKey, owner uuid.UUID, c change) (bool, error) {
-	tx, err := s.db.Begin(ctx)
-	if err != nil {
-		return false, err
-	}
-	defer func() { _ = tx.Rollback(ctx) }() // does nothing after the commit
-	for _, k := range keys {
-		st := c.statement(k, owner)
-		if err := st.send(ctx, tx); err != nil || st.touched == 0 {
-			return false, err
-		}
-	}
-	return true, tx.Commit(ctx)
 }
 
 // checkDone tells a change that the owner has made before from one that it may

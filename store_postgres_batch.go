@@ -7,8 +7,6 @@ import (
 	"runtime"
 	"slices"
 	"sync"
-
-	"github.com/jackc/pgx/v5"
 )
 
 // Limits of a batcher.
@@ -285,21 +283,9 @@ func (bt *batch) send(db PostgresDB) error {
 	if len(bt.members) == 1 {
 		return bt.members[0].send(bt.ctx, db)
 	}
-	slices.SortFunc(bt.members, func(a, b *queued) int { return a.key.compare(b.key) })
-	var statements pgx.Batch
-	for _, q := range bt.members {
-		statements.Queue(q.sql, q.args...)
+	statements := make([]*statement, len(bt.members))
+	for i, q := range bt.members {
+		statements[i] = q.statement
 	}
-	results := db.SendBatch(bt.ctx, &statements)
-	for _, q := range bt.members {
-		rows, err := results.Query()
-		if err == nil {
-			err = q.receive(rows)
-		}
-		if err != nil {
-			_ = results.Close()
-			return err
-		}
-	}
-	return results.Close()
+	return sendTogether(bt.ctx, db, statements)
 }

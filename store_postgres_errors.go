@@ -17,6 +17,7 @@ const (
 	codeSerializationFailure = "40001"
 	codeDeadlockDetected     = "40P01"
 	codeInvalidSavepoint     = "3B001"
+	codeInvalidText          = "22P02"
 	codeReadOnly             = "25006"
 	codeLockNotAvailable     = "55P03"
 	codeUndefinedTable       = "42P01"
@@ -81,6 +82,13 @@ func isSessionEnd(err *pgconn.PgError) bool {
 func isConflict(err error) bool {
 	var server *pgconn.PgError
 	return errors.As(err, &server) && (server.Code == codeSerializationFailure || server.Code == codeDeadlockDetected)
+}
+
+// isNotAsItStood reports whether a statement that was to change a record found it
+// changed already. See orFail.
+func isNotAsItStood(err error) bool {
+	var server *pgconn.PgError
+	return errors.As(err, &server) && server.Code == codeInvalidText
 }
 
 // isMomentary reports whether the reason for a refusal passes: the server ran out of

@@ -38,9 +38,70 @@ type outcomeColumns struct {
 	notReplayable bool
 }
 
-func (r *claimRow) scan(rows pgx.Rows) error {
-	return rows.Scan(&r.owner, &r.status, &r.free, &r.fingerprint, &r.attempt, &r.leaseLeft,
-		&r.outcome.code, &r.outcome.headers, &r.outcome.trailers, &r.outcome.body, &r.outcome.notReplayable)
+func (r *claimRow) scan(rows pgx.Rows) error { return rows.Scan(r.columns()...) }
+
+func (r *claimRow) columns() []any {
+	return []any{
+		&r.owner, &r.status, &r.free, &r.fingerprint, &r.attempt, &r.leaseLeft,
+		&r.outcome.code, &r.outcome.headers, &r.outcome.trailers, &r.outcome.body, &r.outcome.notReplayable,
+	}
+}
+
+// A standingRow is a record as a look finds it.
+type standingRow struct {
+	claimRow
+	found   bool
+	held    bool
+	aliasOf []byte
+	origin  []byte
+}
+
+// read takes the answer to a look.
+func (r *standingRow) read(rows pgx.Rows) error {
+	*r = standingRow{}
+	if !rows.Next() {
+		return rows.Err()
+	}
+	r.found = true
+	return rows.Scan(append(r.columns(), &r.held, &r.aliasOf, &r.origin)...)
+}
+
+// isExpired reports whether the record is as good as none.
+func (r *standingRow) isExpired() bool { return r.attempt == 0 }
+
+// standing returns r as one of several names that are judged together.
+func (r *standingRow) standing() (s standing, err error) {
+	if !r.found || r.isExpired() {
+		return standing{}, nil
+	}
+	s.held = r.held
+	s.record, err = r.record()
+	return s, errors.Join(err, scanDigest(r.aliasOf, &s.aliasOf), scanDigest(r.origin, &s.origin))
+}
+
+// scanDigest takes a digest out of a column: none is the zero value.
+func scanDigest(column []byte, d *KeyDigest) error {
+	if n := len(column); n != 0 && n != len(d) {
+		return fmt.Errorf("stored digest of %d bytes", n)
+	}
+	copy(d[:], column)
+	return nil
+}
+
+// originArg is an origin as a parameter, for a record of that name.
+func originArg(origin KeyDigest, name ScopedKey) []byte {
+	if origin == name.Digest() {
+		return nil
+	}
+	return digestArg(origin)
+}
+
+// digestArg is a digest as a parameter: the zero value is NULL.
+func digestArg(d KeyDigest) []byte {
+	if d == (KeyDigest{}) {
+		return nil
+	}
+	return d[:]
 }
 
 // record returns r as it stands towards a claim that did not win.
@@ -81,7 +142,7 @@ func (o *outcomeColumns) response() (Response, error) {
 }
 
 // maxPostgresArgs is room for the parameters of any statement of the store.
-const maxPostgresArgs = 16
+const maxPostgresArgs = 20
 
 func keyArgs(k ScopedKey) []any {
 	return append(make([]any, 0, maxPostgresArgs), k.version, k.tenant, k.principal, k.route, k.namespace, k.key)
@@ -89,11 +150,12 @@ func keyArgs(k ScopedKey) []any {
 
 func ownerArgs(k ScopedKey, owner uuid.UUID) []any { return append(keyArgs(k), ownerArg(owner)) }
 
-func claimArgs(c Claim) []any { return append(lookArgs(c), interval(c.Lease), interval(c.TTL)) }
+func claimArgs(c Claim) []any { return append(lookArgs(c.Key, c), interval(c.Lease), interval(c.TTL)) }
 
-// lookArgs are the parameters of a look at the record that a claim would meet.
-func lookArgs(c Claim) []any {
-	return append(ownerArgs(c.Key, c.Owner), c.Fingerprint[:], c.Hold)
+// lookArgs are the parameters of a look at the record that a claim would meet under
+// one of its names.
+func lookArgs(name ScopedKey, c Claim) []any {
+	return append(ownerArgs(name, c.Owner), c.Fingerprint[:], c.Hold)
 }
 
 // responseArgs are the outcome's parameters of a statement that completes. What is

@@ -8,6 +8,8 @@ type postgresSQL struct {
 	table         string
 	claim         string
 	takeOver      string
+	claimName     string
+	takeName      string
 	complete      string
 	release       string
 	extend        string
@@ -28,13 +30,15 @@ func newPostgresSQL(table string) postgresSQL {
 		table:         table,
 		claim:         r.Replace(claimSQL),
 		takeOver:      r.Replace(takeOverSQL),
+		claimName:     r.Replace(claimNameSQL),
+		takeName:      orFail(r.Replace(takeNameSQL)),
 		complete:      r.Replace(completeSQL),
 		release:       r.Replace(releaseSQL),
 		extend:        r.Replace(extendSQL),
 		settled:       r.Replace(settledSQL),
 		look:          r.Replace(lookSQL),
 		record:        r.Replace(recordSQL),
-		overwrite:     r.Replace(overwriteSQL),
+		overwrite:     orFail(r.Replace(overwriteSQL)),
 		deleteExpired: r.Replace(deleteExpiredSQL),
 	}
 }
@@ -42,19 +46,20 @@ func newPostgresSQL(table string) postgresSQL {
 // expiredSQL is the condition that a record is as good as none (S29).
 const expiredSQL = `(expires_at <= now() AND (status <> 'in_progress' OR NOT held AND lease_expires_at <= now()))`
 
-// freeSQL is the condition that a claim may take a record over: $8 is its
-// fingerprint, $9 whether it holds.
-const freeSQL = `({expired} OR fingerprint = $8 AND (status = 'released'
-	OR status = 'in_progress' AND NOT held AND NOT $9::boolean AND lease_expires_at <= now()))`
+// staleSQL is the condition that a claim which holds, or not, as $9 says, may take a
+// record over whose fingerprint it has.
+const staleSQL = `(status = 'released' OR status = 'in_progress' AND NOT held AND NOT $9::boolean AND lease_expires_at <= now())`
+
+// freeSQL is the condition that a claim with the fingerprint $8 may take a record over.
+const freeSQL = `({expired} OR fingerprint = $8 AND ` + staleSQL + `)`
 
 // attemptSQL is the latest attempt of an operation: none if it is forgotten.
 const attemptSQL = `CASE WHEN {expired} THEN 0 ELSE attempt END`
 
-// readSQL reads a record as it stands towards a claim.
-const readSQL = `SELECT owner, status, ` + freeSQL + `, fingerprint, ` + attemptSQL + `,
+// standingSQL is a record as it stands towards a claim.
+const standingSQL = `owner, status, ` + freeSQL + `, fingerprint, ` + attemptSQL + `,
 	(date_part('epoch', lease_expires_at - now()) * 1000000)::bigint,
-	response_code, response_headers, response_trailers, response_body, not_replayable
-FROM {table} WHERE {key}`
+	response_code, response_headers, response_trailers, response_body, not_replayable`
 
 // claimSQL inserts a record, or else reads the one that stands there. An INSERT
 // that updates on conflict would be one statement, too, but lock and write the
@@ -72,17 +77,46 @@ SELECT owner, 'in_progress', false, NULL::bytea, 1, 0::bigint,
 	NULL::integer, NULL::bytea, NULL::bytea, NULL::bytea, false
 FROM claimed
 UNION ALL
-` + readSQL
+SELECT ` + standingSQL + ` FROM {table} WHERE {key}`
 
 // takeOverSQL claims a record that was free under the owner $12. The condition is
 // asked again: it holds for the record that is updated, not the one that was read.
 const takeOverSQL = `UPDATE {table} SET owner = $7, fingerprint = $8, held = $9, status = 'in_progress',
 	attempt = ` + attemptSQL + ` + 1,
 	created_at = CASE WHEN {expired} THEN now() ELSE created_at END,
+	alias_of = CASE WHEN {expired} THEN NULL ELSE alias_of END,
+	origin = CASE WHEN {expired} THEN NULL ELSE origin END,
 	lease_expires_at = now() + $10::interval, expires_at = now() + $11::interval,
-	response_code = NULL, response_headers = NULL, response_trailers = NULL, response_body = NULL, not_replayable = false
+	` + noResponseSQL + `
 WHERE {key} AND owner = $12 AND ` + freeSQL + `
-RETURNING attempt`
+RETURNING attempt, origin`
+
+const noResponseSQL = `response_code = NULL, response_headers = NULL, response_trailers = NULL, response_body = NULL,
+	not_replayable = false`
+
+// What a claim with aliases does to each of the names that it takes, in one transaction:
+// each statement fails if the name does not stand as it was read.
+const (
+	claimNameSQL = `INSERT INTO {table} (scope_version, tenant_id, principal_id, route, ns, idem_key, owner, fingerprint, held,
+	status, attempt, lease_expires_at, created_at, expires_at, alias_of, origin)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9,
+	'in_progress', $10, now() + $11::interval, now(), now() + $12::interval, $13, $14)`
+
+	// takeNameSQL takes over a record that stood under the owner $15: with the owner, its
+	// fingerprint is another one.
+	takeNameSQL = `UPDATE {table} SET owner = $7, fingerprint = $8, held = $9, status = 'in_progress', attempt = $10,
+	created_at = CASE WHEN {expired} THEN now() ELSE created_at END,
+	lease_expires_at = now() + $11::interval, expires_at = now() + $12::interval, alias_of = $13, origin = $14,
+	` + noResponseSQL + `
+WHERE {key} AND owner = $15 AND ({expired} OR ` + staleSQL + `)`
+)
+
+// orFail makes a statement that changes nothing fail, and with it the transaction that
+// it is a part of: what the server cannot read as a number is what it says then.
+func orFail(sql string) string {
+	return `WITH changed AS (` + sql + ` RETURNING 1)
+SELECT (CASE count(*) WHEN 1 THEN '1' ELSE 'idempotency: not as it stood' END)::integer FROM changed`
+}
 
 // The statements of an owner do not change expires_at, which has an index.
 const (
@@ -105,27 +139,29 @@ const (
 )
 
 // What an operation in a transaction does with its record: it looks at it at first,
-// and writes it at the end, as the record of a completed operation (S38).
+// and writes it at the end, as the record of a completed operation (S38). A claim with
+// aliases looks first, too.
 const (
 	// lookSQL has no owner to ask for, but its parameter.
-	lookSQL = readSQL + ` AND $7::uuid IS NOT NULL`
+	lookSQL = `SELECT ` + standingSQL + `, held, alias_of, origin
+FROM {table} WHERE {key} AND $7::uuid IS NOT NULL`
 
 	// recordSQL fails where a record stands: what the handler wrote must not be
 	// committed then.
 	recordSQL = `INSERT INTO {table} (scope_version, tenant_id, principal_id, route, ns, idem_key, owner, fingerprint, held,
-	status, attempt, lease_expires_at, created_at, expires_at,
-	response_code, response_headers, response_trailers, response_body, not_replayable)
+	status, lease_expires_at, created_at, expires_at,
+	response_code, response_headers, response_trailers, response_body, not_replayable, attempt, alias_of, origin)
 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9,
-	'completed', 1, now(), now(), now() + $10::interval, $11, $12, $13, $14, $15)`
+	'completed', now(), now(), now() + $10::interval, $11, $12, $13, $14, $15, $16, $17, $18)`
 
 	// overwriteSQL does it where the record that stood there was free, under the owner
-	// $16, and changes nothing unless it still is.
+	// $19, and changes nothing unless it still is.
 	overwriteSQL = `UPDATE {table} SET owner = $7, fingerprint = $8, held = $9, status = 'completed',
-	attempt = ` + attemptSQL + ` + 1,
 	created_at = CASE WHEN {expired} THEN now() ELSE created_at END,
 	lease_expires_at = now(), expires_at = now() + $10::interval,
-	response_code = $11, response_headers = $12, response_trailers = $13, response_body = $14, not_replayable = $15
-WHERE {key} AND owner = $16 AND ` + freeSQL
+	response_code = $11, response_headers = $12, response_trailers = $13, response_body = $14, not_replayable = $15,
+	attempt = $16, alias_of = $17, origin = $18
+WHERE {key} AND owner = $19 AND ({expired} OR ` + staleSQL + `)`
 )
 
 // deleteExpiredSQL passes over the records that a claim is taking over.

@@ -2,6 +2,7 @@ package idempotency
 
 import (
 	"context"
+	"slices"
 
 	"github.com/jackc/pgx/v5"
 )
@@ -24,6 +25,30 @@ func (st *statement) send(ctx context.Context, db postgresQuerier) error {
 		return err
 	}
 	return st.receive(rows)
+}
+
+// sendTogether sends statements about different keys as one transaction, in one round
+// trip, and reads their answers. They count once it returns nil: only then is the
+// transaction committed. Their order is that of the keys, so that no two transactions
+// wait for each other.
+func sendTogether(ctx context.Context, db PostgresDB, statements []*statement) error {
+	slices.SortFunc(statements, func(a, b *statement) int { return a.key.compare(b.key) })
+	var b pgx.Batch
+	for _, st := range statements {
+		b.Queue(st.sql, st.args...)
+	}
+	results := db.SendBatch(ctx, &b)
+	for _, st := range statements {
+		rows, err := results.Query()
+		if err == nil {
+			err = st.receive(rows)
+		}
+		if err != nil {
+			_ = results.Close()
+			return err
+		}
+	}
+	return results.Close()
 }
 
 // receive reads the answer.

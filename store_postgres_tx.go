@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
+	"strconv"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -65,14 +67,13 @@ func (s *PostgresStore) ClaimInTransaction(ctx context.Context, c Claim) (Record
 }
 
 func (s *PostgresStore) claimInTransaction(ctx context.Context, c Claim) (Record, *postgresTransaction, error) {
-	if s.txs.isRunning(c.Key) {
+	if s.txs.isRunning(c.names()) {
 		return openTransaction(c), nil, nil
 	}
 	if !s.txs.tryTake() {
-		row, found, err := s.look(ctx, c)
-		if err == nil && found && !row.free {
-			rec, err := row.record()
-			return rec, nil, err
+		plan, err := s.look(ctx, c)
+		if err == nil && plan.isFinal(c) {
+			return plan.record, nil, nil
 		}
 		if err == nil {
 			err = s.txs.take(ctx)
@@ -91,21 +92,23 @@ func (s *PostgresStore) claimInTransaction(ctx context.Context, c Claim) (Record
 // openTransaction is the record that a claim meets while another's transaction is open.
 func openTransaction(c Claim) Record { return Record{State: StateInProgress, LeaseLeft: c.Lease} }
 
-// look reads the record that a claim would meet.
-func (s *PostgresStore) look(ctx context.Context, c Claim) (row claimRow, found bool, err error) {
-	err = s.run(ctx, &statement{key: c.Key, sql: s.sql.look, args: lookArgs(c), ofClaim: true, read: func(rows pgx.Rows) error {
-		row, found, err = readRow(rows)
-		return err
-	}})
-	return row, found, err
+// look returns what would become of a claim, as far as records tell.
+func (s *PostgresStore) look(ctx context.Context, c Claim) (claimPlan, error) {
+	rows, err := s.lookAll(ctx, c)
+	if err != nil {
+		return claimPlan{}, err
+	}
+	met, err := standings(rows)
+	if err != nil {
+		return claimPlan{}, err
+	}
+	return c.plan(met), nil
 }
 
-func readRow(rows pgx.Rows) (row claimRow, found bool, err error) {
-	if !rows.Next() {
-		return claimRow{}, false, rows.Err()
-	}
-	err = row.scan(rows)
-	return row, true, err
+// isFinal reports whether the plan decides about the claim, whatever transactions are
+// open: one of them may be this operation's, under another of its names.
+func (p claimPlan) isFinal(c Claim) bool {
+	return len(p.taken) == 0 && (p.stands || len(c.Aliases) == 0)
 }
 
 // begin opens a transaction, unless the key is not free. It may always be tried again:
@@ -137,7 +140,7 @@ func (s *PostgresStore) tryBegin(ctx context.Context, c Claim) (Record, *postgre
 		_ = tx.giveBack(ctx) // it is closed if it is of no use any more
 		return rec, nil, err
 	}
-	s.txs.enter(c.Key)
+	s.txs.enter(c.names())
 	return rec, tx, nil
 }
 
@@ -149,11 +152,25 @@ type postgresTransaction struct {
 	claim   Claim
 	conn    lentConn
 	inner   pgx.Tx
-	found   *claimRow // what is to be overwritten; nil: there is no record
+	rows    []standingRow // what stands under the names of the claim
+	met     []standing
+	plan    claimPlan
 	session handlerSession
 }
 
-const lockSQL = `SELECT pg_try_advisory_xact_lock($1::bigint)`
+// queueLock queues the locks of the claim's names. It scans into locked whether it has got
+// all. They are asked for one after the other, in the order of the names, up to the
+// first that another transaction has: of two that are after the same, one gets them.
+func (s *PostgresStore) queueLock(b *pgx.Batch, names []ScopedKey, locked *bool) {
+	sorted := slices.SortedFunc(slices.Values(names), ScopedKey.compare)
+	sql := "true"
+	args := make([]any, len(sorted))
+	for i := len(sorted) - 1; i >= 0; i-- {
+		args[i] = s.lockID(sorted[i])
+		sql = "CASE WHEN pg_try_advisory_xact_lock($" + strconv.Itoa(i+1) + "::bigint) THEN " + sql + " ELSE false END"
+	}
+	b.Queue("SELECT "+sql, args...).QueryRow(func(r pgx.Row) error { return r.Scan(locked) })
+}
 
 // lockID is what an open transaction locks for its key. Two keys with one ID cost a
 // claim that is answered as in flight, while the other one's transaction is open.
@@ -166,31 +183,30 @@ func (s *PostgresStore) lockID(k ScopedKey) int64 {
 // write it: the lock is asked for in a statement before. It returns how the record
 // stands.
 func (tx *postgresTransaction) begin(ctx context.Context) (Record, error) {
-	c := tx.claim
-	var locked, found bool
-	var row claimRow
+	c, names := tx.claim, tx.claim.names()
+	var locked bool
 	var b pgx.Batch
 	b.BeginTx(tx.store.txs.options)
-	b.Queue(lockSQL, tx.store.lockID(c.Key)).QueryRow(func(r pgx.Row) error { return r.Scan(&locked) })
-	b.Queue(tx.store.sql.look, lookArgs(c)...).Query(func(rows pgx.Rows) (err error) {
-		row, found, err = readRow(rows)
-		return err
-	})
+	tx.store.queueLock(&b, names, &locked)
+	tx.rows = make([]standingRow, len(names))
+	for i, name := range names {
+		b.Queue(tx.store.sql.look, lookArgs(name, c)...).Query(tx.rows[i].read)
+	}
 	b.Queue("SAVEPOINT " + handlerSavepoint)
 	results := tx.conn.SendBatch(ctx, &b)
 	if err := results.Close(); err != nil {
 		return Record{}, err
 	}
-	switch {
-	case found && !row.free:
-		return row.record()
-	case !locked:
+	var err error
+	if tx.met, err = standings(tx.rows); err != nil {
+		return Record{}, err
+	}
+	tx.plan = c.plan(tx.met)
+	if !locked && !tx.plan.isFinal(c) {
 		return openTransaction(c), nil
-	case found:
-		tx.found = &row
 	}
 	tx.inner = results.Tx()
-	return Record{State: StateClaimed, Fingerprint: c.Fingerprint, Attempt: row.attempt + 1}, nil
+	return tx.plan.record, nil
 }
 
 // Context implements [Transaction].
@@ -236,12 +252,7 @@ func (tx *postgresTransaction) commit(ctx context.Context, status int, outcome [
 	if err := tx.settleWrites(ctx, status); err != nil {
 		return err
 	}
-	args := append(lookArgs(tx.claim), interval(tx.claim.TTL))
-	args = append(args, outcome...)
-	if tx.found != nil {
-		return tx.overwrite(ctx, append(args, tx.found.owner))
-	}
-	return tx.insert(ctx, args)
+	return tx.record(ctx, outcome)
 }
 
 // halfOf returns a context that ends after half of the time that ctx leaves.
@@ -297,32 +308,39 @@ const (
 
 const releaseHandlerSQL = "RELEASE SAVEPOINT " + handlerSavepoint
 
-// insert writes the record and commits, in one round trip: where a record stands,
-// the insertion fails, and nothing is committed.
-func (tx *postgresTransaction) insert(ctx context.Context, args []any) error {
+// record writes the records and commits, in one round trip: where a name does not stand
+// as it was read, its statement fails, and nothing is committed.
+func (tx *postgresTransaction) record(ctx context.Context, outcome []any) error {
+	steps := []commitStep{stepHandler}
 	var b pgx.Batch
 	b.Queue(releaseHandlerSQL)
-	b.Queue(tx.store.sql.record, args...)
+	for _, i := range tx.takenInOrder() {
+		sql, args := tx.recordName(i, outcome)
+		b.Queue(sql, args...)
+		steps = append(steps, stepRecord)
+	}
 	b.Queue("COMMIT")
-	tag, err := tx.send(ctx, &b, stepHandler, stepRecord, stepCommit)
+	tag, err := tx.send(ctx, &b, append(steps, stepCommit)...)
 	return committed(tag, err)
 }
 
-// overwrite writes the record over the one that was free, and commits unless that one
-// has changed since.
-func (tx *postgresTransaction) overwrite(ctx context.Context, args []any) error {
-	var b pgx.Batch
-	b.Queue(releaseHandlerSQL)
-	b.Queue(tx.store.sql.overwrite, args...)
-	tag, err := tx.send(ctx, &b, stepHandler, stepRecord)
-	switch {
-	case err != nil:
-		return err
-	case tag.RowsAffected() == 0:
-		return ErrLeaseLost
+// takenInOrder returns the names that the claim has taken, in the order in which every
+// writer locks them.
+func (tx *postgresTransaction) takenInOrder() []int {
+	names := tx.claim.names()
+	return slices.SortedFunc(slices.Values(tx.plan.taken), func(i, j int) int { return names[i].compare(names[j]) })
+}
+
+// recordName returns the statement that writes the record of the claim's i-th name.
+func (tx *postgresTransaction) recordName(i int, outcome []any) (sql string, args []any) {
+	c, won, name := tx.claim, tx.plan.record, tx.claim.names()[i]
+	args = append(ownerArgs(name, c.Owner), won.Fingerprint[:], c.Hold, interval(c.TTL))
+	args = append(args, outcome...)
+	args = append(args, won.Attempt, digestArg(c.aliasOf(i, tx.met[i])), originArg(won.Origin, name))
+	if row := &tx.rows[i]; row.found {
+		return tx.store.sql.overwrite, append(args, row.owner)
 	}
-	tag, err = tx.conn.Exec(ctx, "COMMIT")
-	return committed(tag, refusal(stepCommit, err))
+	return tx.store.sql.record, args
 }
 
 // send sends a batch, each statement of which is a step, and returns the tag of the
@@ -358,7 +376,7 @@ func refusal(step commitStep, err error) error {
 		return fmt.Errorf("%w: %w", ErrNotCommitted, err)
 	case !errors.As(err, &server) || isSessionEnd(server):
 		return err
-	case step == stepRecord && (server.Code == codeUniqueViolation || isConflict(err)):
+	case step == stepRecord && (server.Code == codeUniqueViolation || isNotAsItStood(err) || isConflict(err)):
 		return fmt.Errorf("%w: %w", ErrLeaseLost, err)
 	case step == stepHandler && server.Code == codeInvalidSavepoint:
 		return fmt.Errorf("%w: %w", errEndedEarly, err)
@@ -407,10 +425,11 @@ func (tx *postgresTransaction) findOut(ctx context.Context, cause error) error {
 // the look, which comes after that, sees what it has committed.
 func (tx *postgresTransaction) lookForOutcome(ctx context.Context) (committed, over bool, err error) {
 	s, c := tx.store, tx.claim
+	name := c.names()[tx.plan.taken[0]] // one stands for all
 	var b pgx.Batch
 	b.Queue("BEGIN ISOLATION LEVEL READ COMMITTED")
-	b.Queue(lockSQL, s.lockID(c.Key)).QueryRow(func(r pgx.Row) error { return r.Scan(&over) })
-	b.Queue(s.sql.settled, append(ownerArgs(c.Key, c.Owner), statusCompleted)...).Query(func(rows pgx.Rows) error {
+	s.queueLock(&b, []ScopedKey{name}, &over)
+	b.Queue(s.sql.settled, append(ownerArgs(name, c.Owner), statusCompleted)...).Query(func(rows pgx.Rows) error {
 		committed = rows.Next()
 		return rows.Err()
 	})
@@ -422,7 +441,7 @@ func (tx *postgresTransaction) lookForOutcome(ctx context.Context) (committed, o
 // end ends the transaction, if it has not ended, and gives back what it held.
 func (tx *postgresTransaction) end(ctx context.Context) error {
 	defer tx.store.txs.give()
-	defer tx.store.txs.leave(tx.claim.Key)
+	defer tx.store.txs.leave(tx.claim.names())
 	return tx.giveBack(ctx)
 }
 

@@ -68,22 +68,30 @@ func (ts *transactions) take(ctx context.Context) error {
 
 func (ts *transactions) give() { <-ts.slots }
 
-func (ts *transactions) enter(k ScopedKey) {
+func (ts *transactions) enter(names []ScopedKey) {
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
-	ts.running[k] = struct{}{}
+	for _, name := range names {
+		ts.running[name] = struct{}{}
+	}
 }
 
-func (ts *transactions) leave(k ScopedKey) {
+func (ts *transactions) leave(names []ScopedKey) {
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
-	delete(ts.running, k)
+	for _, name := range names {
+		delete(ts.running, name)
+	}
 }
 
-// isRunning reports whether a handler of this process runs for the key.
-func (ts *transactions) isRunning(k ScopedKey) bool {
+// isRunning reports whether a handler of this process runs for one of the names.
+func (ts *transactions) isRunning(names []ScopedKey) bool {
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
-	_, running := ts.running[k]
-	return running
+	for _, name := range names {
+		if _, running := ts.running[name]; running {
+			return true
+		}
+	}
+	return false
 }

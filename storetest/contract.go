@@ -33,6 +33,16 @@ const (
 	extendHeld = "A held record that is abandoned stays so, whatever renewal was still on its way: for it, a Duration other " +
 		"than zero gets ErrLeaseLost."
 
+	aliasLeaves = "An expired record is as good as none. So is, but its name is not free, a record under an alias that was " +
+		"claimed together with another primary name than this claim's."
+	aliasDecides = "Those with a fingerprint of this claim stand for the operation. If one of them is completed, or else in " +
+		"progress, or else abandoned and not to be taken over by this claim, it is returned, and nothing is changed."
+	aliasMismatches = "If none stands for the operation, a record under the primary name, or under an alias that is not merged, " +
+		"is returned, and nothing is changed."
+	aliasTakes = "It takes all names that are free and all whose records stand for the operation, as attempt 1, or one more " +
+		"than the greatest attempt of those records."
+	recordOrigin = "Every later attempt gets the same, whatever names it is claimed by: downstream keys are derived from it (S45)."
+
 	sweepCounts = "DeleteExpired deletes at most limit expired records and returns how many."
 	sweepSpares = "It never deletes one that is not expired, and never blocks a claim for longer than one such batch takes (S29)."
 
@@ -42,7 +52,7 @@ const (
 	holdAbstains = "A claim with Hold takes no abandoned record over, marked or not."
 	refused      = "ErrInvalidClaim reports a Claim or Lease that no store may accept: a zero key, no owner, or a duration out of range."
 
-	recordFingerprint = "Fingerprint the record is bound to; the claim's own if State is StateClaimed."
+	recordFingerprint = "Fingerprint the record is bound to; one of the claim's own if State is StateClaimed."
 	recordAttempt     = "Attempt counts the claims that won since the record was made: 1, 2, …"
 	recordLeaseLeft   = "LeaseLeft is how long the lease of a record in progress still holds."
 	recordResponse    = "Response is the outcome of a completed record."

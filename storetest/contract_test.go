@@ -17,7 +17,7 @@ import (
 func TestContractIsQuoted(t *testing.T) {
 	var text strings.Builder
 	files := token.NewFileSet()
-	for _, name := range []string{"../store.go", "../scope.go"} {
+	for _, name := range []string{"../store.go", "../alias.go", "../scope.go"} {
 		file, err := parser.ParseFile(files, name, nil, parser.ParseComments)
 		require.NoError(t, err)
 		for _, group := range file.Comments {

@@ -9,7 +9,7 @@
 //	}
 //
 // Each failure prints the sentence of the contract that was broken. A store that
-// is an [idempotency.ExpiredDeleter] is tested as one, too.
+// is an [idempotency.ExpiredDeleter] or [idempotency.AliasStore] is tested as one, too.
 //
 // The suite never sleeps. It does not prove that a store keeps its records
 // through a crash, and it can show a race only if one happens: run it with the
@@ -102,6 +102,22 @@ func Run(t *testing.T, newSubject func(t *testing.T) Subject) {
 		{"Race/OwnerAgainstTakeOver", raceOwnerTakeOver},
 		{"Race/CompleteAgainstRelease", raceCompleteRelease},
 		{"Race/Replays", raceReplays},
+
+		{"Aliases/AllNamesAtOnce", aliasFresh},
+		{"Aliases/ARecordStandsForAll", aliasStands},
+		{"Aliases/TakeOver", aliasTakeOver},
+		{"Aliases/FurthestCounts", aliasRanks},
+		{"Aliases/AllStaleAreTakenOver", aliasTakesAll},
+		{"Aliases/OtherFingerprint", aliasMismatch},
+		{"Aliases/MatchBeatsMismatch", aliasMatchBeatsMismatch},
+		{"Aliases/OfAnotherPrimaryName", aliasOfAnother},
+		{"Aliases/RecordsRemember", aliasRemembers},
+		{"Aliases/Expired", aliasExpired},
+		{"Aliases/FingerprintSchemes", aliasSchemes},
+		{"Aliases/Held", aliasHeld},
+		{"Aliases/InvalidIsRefused", aliasInvalid},
+		{"Aliases/Race", aliasRace},
+		{"Aliases/SettledAllOrNothing", aliasSettleAll},
 
 		{"DeleteExpired/OnlyExpired", sweepOnlyExpired},
 		{"DeleteExpired/Limit", sweepLimit},

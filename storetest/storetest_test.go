@@ -57,14 +57,14 @@ const faultVariable = "STORETEST_FAULT"
 func TestBrokenStores(t *testing.T) {
 	if fault, ok := os.LookupEnv(faultVariable); ok {
 		storetest.Run(t, func(*testing.T) storetest.Subject {
-			clock := newClock()
-			return storetest.Subject{Store: newBrokenStore(fault, clock), Advance: clock.Advance}
+			return newFaultyStore(fault, newClock())
 		})
 		return
 	}
 
 	const noFault = ""
-	for _, tt := range []struct{ fault, sentence string }{
+	type broken struct{ fault, sentence string }
+	all := []broken{
 		{noFault, ""},
 		{"every claim wins", "In all other cases nothing is changed."},
 		{"claim is not atomic", "Of any number of concurrent claims one wins."},
@@ -141,7 +141,11 @@ func TestBrokenStores(t *testing.T) {
 		{"sweep is not atomic", "It never deletes one that is not expired"},
 		{"sweep ignores the limit", "DeleteExpired deletes at most limit expired records and returns how many."},
 		{"sweep counts wrongly", "DeleteExpired deletes at most limit expired records and returns how many."},
-	} {
+	}
+	for fault, sentence := range aliasFaults {
+		all = append(all, broken{fault, sentence})
+	}
+	for _, tt := range all {
 		name := cmp.Or(tt.fault, "no fault")
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
