@@ -56,9 +56,10 @@ func (c Config) withDefaults() Config {
 		c.Methods = []string{http.MethodPost, http.MethodPatch}
 	}
 	c.Methods = slices.Clone(c.Methods)
+	c.EarlierScopes = slices.Clone(c.EarlierScopes)
 	c.FingerprintSecret = slices.Clone(c.FingerprintSecret)
 	if c.Route == nil {
-		c.Route = defaultRoute
+		c.Route = DefaultRoute
 	}
 	if c.Keep == nil {
 		c.Keep = DefaultKeep
@@ -168,6 +169,7 @@ func (c Config) validate() []error {
 			}
 		}
 	}
+	faults = append(faults, c.validateEarlierScopes()...)
 	if reason := checkDocumentationURL(c.DocumentationURL); reason != "" {
 		fault("DocumentationURL", c.DocumentationURL, reason)
 	}

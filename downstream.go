@@ -11,9 +11,9 @@ import (
 const downstreamScheme = "idempotency downstream key 1"
 
 // downstreamKey derives a key for one call of an operation (S45).
-func downstreamKey(k ScopedKey, fp Fingerprint, name string) uuid.UUID {
+func downstreamKey(origin KeyDigest, fp Fingerprint, name string) uuid.UUID {
 	var derived []byte
-	for _, part := range [...]string{downstreamScheme, k.Flat(), string(fp[:]), name} {
+	for _, part := range [...]string{downstreamScheme, string(origin[:]), string(fp[:]), name} {
 		derived = appendPart(derived, part)
 	}
 	sum := sha256.Sum256(derived)

@@ -128,10 +128,10 @@ func ExampleExecution_DownstreamKey() {
 	post(handler, "/v1/charges", `"order-42"`, "10 euro")
 	post(handler, "/v1/charges", `"order-42"`, "10 euro")
 	// Output:
-	// attempt 1 asks with 5ad95157-2b0b-8aa0-a271-3485161a698f
+	// attempt 1 asks with 49bb2112-d915-8145-bcde-f59f140e5fdb
 	// 502 did they take it?
 	//
-	// attempt 2 asks with 5ad95157-2b0b-8aa0-a271-3485161a698f
+	// attempt 2 asks with 49bb2112-d915-8145-bcde-f59f140e5fdb
 	// 200 paid
 }
 

@@ -16,6 +16,7 @@ import (
 // for. It is safe for concurrent use. It prints without the key's parts.
 type Execution struct {
 	key           ScopedKey
+	origin        KeyDigest   // zero: the key's
 	fingerprint   Fingerprint // that its record is bound to
 	attempt       int
 	outer         *Execution // of a guard around this one, for another tuple; or nil
@@ -67,12 +68,20 @@ func (e *Execution) Attempt() int { return e.attempt }
 // name, so that the other service takes a retry's call for the one that it knows. It
 // is a UUID of version 8 (RFC 9562, section 5.8).
 //
+// Of an operation with several names (see [Config].EarlierScopes) it is the one that
+// belongs to the name that the operation was first recorded under, or, where it was under
+// none, to the last: it stays the same when another scope takes over.
+//
 // A record that has expired leaves no trace in it: the same key with the same payload
 // has the same downstream keys again. Without [Config].FingerprintSecret, who knows
 // tenant, principal, key and payload can compute it; with one, only who can read the
 // store can.
 func (e *Execution) DownstreamKey(name string) uuid.UUID {
-	return downstreamKey(e.key, e.fingerprint, name)
+	origin := e.origin
+	if origin == (KeyDigest{}) {
+		origin = e.key.Digest()
+	}
+	return downstreamKey(origin, e.fingerprint, name)
 }
 
 // Keep makes the outcome final, whatever its status: retries get this response
@@ -112,10 +121,13 @@ type executor struct {
 	watches      watches
 }
 
-// A payload is what an executor must know of a request: its fingerprint, and
-// whether a record's is the same.
-type payload struct {
+// An intent is what an executor must know of a request: the names of its operation,
+// the fingerprints of its payload, and whether a record's is the same.
+type intent struct {
+	key         ScopedKey
+	aliases     []Alias
 	fingerprint Fingerprint
+	others      []Fingerprint // by all other schemes, if there are aliases
 	// equal also returns the payload's fingerprint by the record's scheme.
 	equal func(record Fingerprint) (same bool, byScheme Fingerprint, err error)
 }
@@ -123,17 +135,17 @@ type payload struct {
 // errUnclaimed is a store that does not keep its contract.
 var errUnclaimed = errors.New("idempotency: store left a record unclaimed for its own fingerprint")
 
-// judge returns what a record means for the payload whose claim, made with the
+// judge returns what a record means for the intent whose claim, made with the
 // fingerprint claimed, met it. No verdict says to claim again, with the fingerprint
 // that comes along.
-func (p payload) judge(rec Record, claimed Fingerprint) (verdict, Fingerprint, error) {
+func (in *intent) judge(rec Record, claimed Fingerprint) (verdict, Fingerprint, error) {
 	switch {
 	case rec.State == StateClaimed:
 		return verdictRun, claimed, nil
 	case rec.State == StateInProgress && rec.Fingerprint == Fingerprint{}: // its transaction is open
 		return verdictInFlight, claimed, nil
 	}
-	same, byScheme, err := p.equal(rec.Fingerprint)
+	same, byScheme, err := in.equal(rec.Fingerprint)
 	switch {
 	case err != nil:
 		return 0, claimed, err
@@ -143,7 +155,7 @@ func (p payload) judge(rec Record, claimed Fingerprint) (verdict, Fingerprint, e
 		return verdictReplay, claimed, nil
 	case rec.State == StateInProgress:
 		return verdictInFlight, claimed, nil
-	case byScheme != claimed:
+	case byScheme != claimed && len(in.aliases) == 0:
 		return 0, byScheme, nil // free for this payload, but bound by an earlier scheme
 	case rec.State == StateAbandoned:
 		return verdictUnknown, claimed, nil
@@ -163,12 +175,12 @@ const (
 	verdictGone             // nobody waits for an answer any more
 )
 
-// begin claims key for a payload, or finds out why that is not to be. With
+// begin claims the names of an operation, or finds out why that is not to be. With
 // verdictRun comes the operation, which must be settled; with verdictReplay the
 // record. An error is the store's, or the payload's.
-func (x *executor) begin(ctx context.Context, key ScopedKey, p payload) (verdict, Record, *operation, error) {
-	fp := p.fingerprint
-	rec, op, err := x.claim(ctx, key, fp)
+func (x *executor) begin(ctx context.Context, in *intent) (verdict, Record, *operation, error) {
+	fp := in.fingerprint
+	rec, op, err := x.claim(ctx, in, fp)
 	var waiting *waiter
 	for {
 		switch {
@@ -179,10 +191,10 @@ func (x *executor) begin(ctx context.Context, key ScopedKey, p payload) (verdict
 		case err != nil:
 			return 0, rec, nil, err
 		}
-		decided, byScheme, fault := p.judge(rec, fp)
+		decided, byScheme, fault := in.judge(rec, fp)
 		switch {
 		case errors.Is(fault, errUnclaimed):
-			x.fault(ctx, "claim", key, fault)
+			x.fault(ctx, "claim", in.key, fault)
 			return 0, rec, nil, fault
 		case fault != nil:
 			return 0, rec, nil, fault
@@ -190,13 +202,13 @@ func (x *executor) begin(ctx context.Context, key ScopedKey, p payload) (verdict
 			return verdictGone, rec, nil, nil
 		case decided == verdictInFlight && x.wait > 0:
 			if waiting == nil {
-				waiting = x.watches.join(key, x.wait)
+				waiting = x.watches.join(in.watched(), x.wait)
 				defer waiting.leave()
 			}
-			rec, op, err = waiting.next(ctx, fp, func(fp Fingerprint) (Record, *operation, error) { return x.claim(ctx, key, fp) })
+			rec, op, err = waiting.next(ctx, fp, func(fp Fingerprint) (Record, *operation, error) { return x.claim(ctx, in, fp) })
 		case decided == 0:
 			fp = byScheme
-			rec, op, err = x.claim(ctx, key, fp)
+			rec, op, err = x.claim(ctx, in, fp)
 		default:
 			return decided, rec, op, nil
 		}
@@ -206,11 +218,14 @@ func (x *executor) begin(ctx context.Context, key ScopedKey, p payload) (verdict
 // claim makes one claim with an owner of its own. A won claim comes with its
 // operation, or without where it is no use any more and was given up: its caller
 // has left, or the lease was over before the store's answer was here.
-func (x *executor) claim(ctx context.Context, key ScopedKey, fp Fingerprint) (Record, *operation, error) {
-	if x.txStore != nil {
-		return x.claimInTransaction(ctx, key, fp)
+func (x *executor) claim(ctx context.Context, in *intent, fp Fingerprint) (Record, *operation, error) {
+	c := Claim{
+		Key: in.key, Aliases: in.aliases, Fingerprint: fp, OtherFingerprints: in.others,
+		Owner: uuid.New(), Lease: x.lease, TTL: x.ttl, Hold: x.hold,
 	}
-	c := Claim{Key: key, Fingerprint: fp, Owner: uuid.New(), Lease: x.lease, TTL: x.ttl, Hold: x.hold}
+	if x.txStore != nil {
+		return x.claimInTransaction(ctx, c)
+	}
 	detached := context.WithoutCancel(ctx)
 	sent := now()
 	rec, err := x.sendClaim(detached, c)
@@ -222,10 +237,10 @@ func (x *executor) claim(ctx context.Context, key ScopedKey, fp Fingerprint) (Re
 		if !claimSurelyFailed(err) {
 			op.giveUp(false) // first: a hook of the application's may panic
 		}
-		x.fault(ctx, "claim", key, err)
+		x.fault(ctx, "claim", c.Key, err)
 		return Record{}, nil, fmt.Errorf("idempotency: claim: %w", err)
 	}
-	op.exec.attempt = rec.Attempt
+	op.won(rec)
 	if isOver(ctx) || now().Sub(sent) >= x.lease {
 		op.giveUp(true)
 		return rec, nil, nil
@@ -277,9 +292,10 @@ type operation struct {
 	exec  Execution
 	x     *executor
 	owner uuid.UUID
-	keys  [1]ScopedKey
-	sent  time.Time   // when the claim was sent: the lease counts from here (S27)
-	tx    Transaction // nil: it has a lease
+	key   [1]ScopedKey // what keys are where there is only one
+	keys  []ScopedKey  // that it has claimed, or, until it is known, that it may have claimed
+	sent  time.Time    // when the claim was sent: the lease counts from here (S27)
+	tx    Transaction  // nil: it has a lease
 	// detached is the caller's context without its end, for all that must go on.
 	detached     context.Context
 	settling     bool // settle was called
@@ -288,13 +304,25 @@ type operation struct {
 }
 
 func newOperation(detached context.Context, x *executor, c Claim, sent time.Time) *operation {
-	op := &operation{x: x, owner: c.Owner, keys: [1]ScopedKey{c.Key}, detached: detached, sent: sent}
-	op.exec.key, op.exec.fingerprint = c.Key, c.Fingerprint
+	op := &operation{x: x, owner: c.Owner, key: [1]ScopedKey{c.Key}, detached: detached, sent: sent}
+	op.exec.key = c.Key
+	op.keys = op.key[:]
+	if len(c.Aliases) > 0 {
+		op.keys = c.names()
+	}
 	return op
 }
 
+// won says how the operation stands once its claim has won.
+func (op *operation) won(rec Record) {
+	op.exec.attempt, op.exec.fingerprint, op.exec.origin = rec.Attempt, rec.Fingerprint, rec.Origin
+	if rec.Keys != nil {
+		op.keys = rec.Keys
+	}
+}
+
 func (op *operation) lease() Lease {
-	return Lease{Keys: op.keys[:], Owner: op.owner, Duration: op.x.lease}
+	return Lease{Keys: op.keys, Owner: op.owner, Duration: op.x.lease}
 }
 
 // An ending is how an operation is to be settled.
@@ -419,15 +447,27 @@ func (op *operation) tell(ctx context.Context, s settlement) error {
 		lease.Duration = 0
 		return op.x.store.Extend(ctx, lease)
 	case endGiveUp:
-		return s.giveUp(op.x.store.Release(ctx, lease))
+		return s.giveUp(ctx, op.x.store, lease)
 	case endRelease:
 	}
 	return op.x.store.Release(ctx, lease)
 }
 
-// giveUp judges the release of a claim that nobody ran: it need not be there any
-// more, but it must not come later.
-func (s settlement) giveUp(err error) error {
+// giveUp releases each name of a claim that nobody ran: which of them it has taken may
+// not be known.
+func (s settlement) giveUp(ctx context.Context, store Store, lease Lease) error {
+	var errs []error
+	for i := range lease.Keys {
+		one := lease
+		one.Keys = lease.Keys[i : i+1]
+		errs = append(errs, s.judgeGivenUp(store.Release(ctx, one)))
+	}
+	return errors.Join(errs...)
+}
+
+// judgeGivenUp judges the release of a name that may have been claimed: it need not be
+// there any more, but it must not come later.
+func (s settlement) judgeGivenUp(err error) error {
 	switch {
 	case !errors.Is(err, ErrLeaseLost):
 		return err

@@ -1,16 +1,22 @@
 package idempotency
 
+import "github.com/google/uuid"
+
 // What the tests in package idempotency_test need of the inside.
 var (
 	ClientKeyFromHeader = clientKey
 	Scoped              = scoped
-	DownstreamKeyOf     = downstreamKey
 
 	ErrKeyLines  = errKeyLines
 	ErrKeyFormat = errKeyFormat
 	ErrKeyEmpty  = errKeyEmpty
 	ErrKeyLong   = errKeyLong
 )
+
+// DownstreamKeyOf returns the downstream key of an operation that stands under k.
+func DownstreamKeyOf(k ScopedKey, fp Fingerprint, name string) uuid.UUID {
+	return downstreamKey(k.Digest(), fp, name)
+}
 
 // Limits of an encoded Response.
 const (

@@ -112,6 +112,23 @@ func (f *fingerprinter) knows(scheme byte) bool {
 	return false
 }
 
+// others returns the fingerprints of r by all schemes that f knows, but for the one
+// that new records get.
+func (f *fingerprinter) others(r *http.Request, body spool) ([]Fingerprint, error) {
+	var prints []Fingerprint
+	for scheme := byte(schemeRequest); scheme <= schemeCustomHMAC; scheme++ {
+		if scheme == f.scheme() || !f.knows(scheme) {
+			continue
+		}
+		fp, err := f.sum(scheme, r, body)
+		if err != nil {
+			return nil, err
+		}
+		prints = append(prints, fp)
+	}
+	return prints, nil
+}
+
 // sum returns the fingerprint of r by a scheme that f knows.
 func (f *fingerprinter) sum(scheme byte, r *http.Request, body spool) (Fingerprint, error) {
 	from := f.plain

@@ -61,6 +61,13 @@ type Config struct {
 	Route RouteFunc
 	// Version of the meaning of tenant, principal and route (S06). Default: "v1".
 	Version string
+	// EarlierScopes are scopes that operations may be recorded under already, the latest
+	// first: what Version, KeyScope, Principal and Route meant before they were changed
+	// (S43), and other identities that the request's has taken over (S44). An operation
+	// that is recorded under one of them is not run again. At most [MaxAliases]. It needs
+	// an [AliasStore]. How to change a scope while it is in use is told in
+	// docs/scope-changes.md.
+	EarlierScopes []EarlierScope
 
 	// Methods that are guarded, in capital letters; all others pass through
 	// untouched (S15). Default: POST and PATCH.
@@ -198,6 +205,11 @@ func New(store Store, cfg Config) (*Middleware, error) {
 	if err := checkStore(store); err != nil {
 		faults = slices.Insert(faults, 0, err)
 	}
+	if len(cfg.EarlierScopes) > 0 && store != nil {
+		if err := checkAliases(store); err != nil {
+			faults = append(faults, err)
+		}
+	}
 	var txStore TransactionalStore
 	if cfg.Transactional && store != nil {
 		var err error
@@ -230,6 +242,14 @@ func checkStore(store Store) error {
 		return c.CheckConfig()
 	}
 	return nil
+}
+
+func checkAliases(store Store) error {
+	as, ok := store.(AliasStore)
+	if !ok {
+		return &ConfigError{Field: "EarlierScopes", Reason: "are set, but the store cannot claim several names at once"}
+	}
+	return as.CheckAliases()
 }
 
 // Named returns a copy of m whose route is the fixed name: [RouteName] for one
@@ -275,8 +295,10 @@ type exchange struct {
 	r         *http.Request
 	next      http.Handler
 	key       ScopedKey     // zero until identified
+	aliases   []Alias       // other names of the operation
 	body      spool         // empty until read
 	print     Fingerprint   // of the request; zero until the body is read
+	prints    []Fingerprint // by all other schemes, if there are aliases
 	claimTime time.Duration // how long the claim took
 }
 
@@ -314,8 +336,19 @@ func (x *exchange) identify() {
 			x.passThrough(outer)
 			return
 		}
-		x.deduplicate()
+		x.findAliases(sent)
 	}
+}
+
+// findAliases takes the request from its scope to its earlier ones.
+func (x *exchange) findAliases(sent string) {
+	var err error
+	if x.aliases, err = x.m.cfg.aliases(x.r, x.key, sent); err != nil {
+		x.log(slog.LevelError, "unusable earlier scope", err)
+		x.refuse(Problem{Code: CodeBadIdentity}, err)
+		return
+	}
+	x.deduplicate()
 }
 
 // isNoIdentity tells a request without tenant or principal (S09) from one whose
@@ -350,6 +383,9 @@ func (x *exchange) deduplicate() {
 	x.body = body
 	prints := &x.m.prints
 	x.print, err = prints.sum(prints.scheme(), x.r, body)
+	if err == nil && len(x.aliases) > 0 {
+		x.prints, err = prints.others(x.r, body)
+	}
 	if err != nil {
 		x.refuseBody(err)
 		return
@@ -375,8 +411,8 @@ func (x *exchange) deduplicate() {
 func (x *exchange) begin() (verdict, Record, *operation, error) {
 	started := now()
 	defer func() { x.claimTime += now().Sub(started) }()
-	return x.m.exec.begin(x.r.Context(), x.key, payload{
-		fingerprint: x.print,
+	return x.m.exec.begin(x.r.Context(), &intent{
+		key: x.key, aliases: x.aliases, fingerprint: x.print, others: x.prints,
 		equal: func(record Fingerprint) (bool, Fingerprint, error) {
 			return x.m.prints.equal(record, x.print, x.r, x.body)
 		},

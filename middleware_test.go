@@ -29,9 +29,17 @@ const (
 	headerCaller = "Test-Caller"
 )
 
+func tenantOf(r *http.Request) string { return r.Header.Get(headerTenant) }
+func callerOf(r *http.Request) string { return r.Header.Get(headerCaller) }
+
+// identified returns cfg with the identity of test requests where it says nothing else.
 func identified(cfg idempotency.Config) idempotency.Config {
-	cfg.KeyScope = func(r *http.Request) string { return r.Header.Get(headerTenant) }
-	cfg.Principal = func(r *http.Request) string { return r.Header.Get(headerCaller) }
+	if cfg.KeyScope == nil {
+		cfg.KeyScope = tenantOf
+	}
+	if cfg.Principal == nil {
+		cfg.Principal = callerOf
+	}
 	return cfg
 }
 

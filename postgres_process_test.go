@@ -34,6 +34,7 @@ type processConfig struct {
 	Lease       time.Duration
 	Hold        bool
 	Crash       *crashConfig // nil: it runs handlers until it is stopped
+	Deploy      *deployConfig
 }
 
 func TestMain(m *testing.M) {
@@ -60,8 +61,11 @@ func serveAsProcess(ctx context.Context, config string) error {
 	if err := json.Unmarshal([]byte(config), &cfg); err != nil {
 		return err
 	}
-	if cfg.Crash != nil {
+	switch {
+	case cfg.Crash != nil:
 		return serveToBeKilled(ctx, cfg)
+	case cfg.Deploy != nil:
+		return serveDeploy(ctx, cfg)
 	}
 	pool, err := pgxpool.New(ctx, cfg.DatabaseURL)
 	if err != nil {
@@ -86,7 +90,7 @@ func serveAsProcess(ctx context.Context, config string) error {
 			proceed <- struct{}{}
 		}
 	}()
-	server := &http.Server{Handler: m.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	return serveUntil(ctx, ended, pool, m, func(w http.ResponseWriter, r *http.Request) {
 		fmt.Println("running")
 		select {
 		case <-proceed:
@@ -95,7 +99,13 @@ func serveAsProcess(ctx context.Context, config string) error {
 			<-proceed
 		}
 		attempt(w, r)
-	}))}
+	})
+}
+
+// serveUntil serves guarded requests until ended is closed, and then shuts down in good
+// order.
+func serveUntil(ctx context.Context, ended <-chan struct{}, pool *pgxpool.Pool, m *idempotency.Middleware, h http.HandlerFunc) error {
+	server := &http.Server{Handler: m.Handler(h)}
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return err

@@ -28,10 +28,11 @@ func RouteName(name string) RouteFunc {
 	return func(*http.Request) string { return name }
 }
 
-// defaultRoute is the method and the ServeMux pattern where that names one
-// operation, else the method and the escaped path as received (S08), behind the
-// host if the pattern names it.
-func defaultRoute(r *http.Request) string {
+// DefaultRoute is the default of [Config].Route: the method and the ServeMux pattern
+// where that names one operation, else the method and the escaped path as received
+// (S08), behind the host if the pattern names it. Where operations are given fixed
+// names, it is what their [EarlierScope] had.
+func DefaultRoute(r *http.Request) string {
 	path := receivedPath(r)
 	host, pattern := splitPattern(r.Pattern)
 	if host != "" && host != hostWithoutPort(r) {

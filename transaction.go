@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
-
-	"github.com/google/uuid"
 )
 
 // A TransactionalStore is a [Store] that can run an operation in a transaction of its
@@ -86,19 +84,19 @@ func transactional(store Store) (TransactionalStore, error) {
 
 // claimInTransaction makes one claim whose operation, if it wins, has a transaction.
 // A won claim comes without its operation where its caller has left.
-func (x *executor) claimInTransaction(ctx context.Context, key ScopedKey, fp Fingerprint) (Record, *operation, error) {
-	c := Claim{Key: key, Fingerprint: fp, Owner: uuid.New(), Lease: x.lease, TTL: x.ttl, Hold: x.hold}
+func (x *executor) claimInTransaction(ctx context.Context, c Claim) (Record, *operation, error) {
 	detached := context.WithoutCancel(ctx)
 	op := newOperation(detached, x, c, now())
 	rec, tx, err := x.sendTransaction(detached, c)
 	switch {
 	case err != nil:
-		x.fault(ctx, "claim", key, err)
+		x.fault(ctx, "claim", c.Key, err)
 		return Record{}, nil, fmt.Errorf("idempotency: claim: %w", err)
 	case tx == nil:
 		return rec, nil, nil
 	}
-	op.tx, op.exec.attempt = tx, rec.Attempt
+	op.tx = tx
+	op.won(rec)
 	if isOver(ctx) {
 		op.undo() //nolint:contextcheck // an operation has a detached context of its own
 		return rec, nil, nil

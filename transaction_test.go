@@ -1,6 +1,7 @@
 package idempotency_test
 
 import (
+	"context"
 	"fmt"
 	"net/http"
 	"strings"
@@ -145,4 +146,36 @@ func TestS38PostgresTxWithout(t *testing.T) {
 	tx, ok := idempotency.PostgresTx(t.Context())
 	require.False(t, ok)
 	require.True(t, tx == nil)
+}
+
+// A leavingStore lets the client leave once its claim is won.
+type leavingStore struct {
+	*idempotency.PostgresStore
+	leave context.CancelFunc
+}
+
+func (s *leavingStore) ClaimInTransaction(ctx context.Context, c idempotency.Claim) (idempotency.Record, idempotency.Transaction, error) {
+	rec, tx, err := s.PostgresStore.ClaimInTransaction(ctx, c)
+	s.leave()
+	return rec, tx, err
+}
+
+// S26, S38: a client that has left by the time its claim is won has no handler run, and
+// leaves nothing open.
+func TestS38ClientLeavesWithItsClaim(t *testing.T) {
+	pool := newOrders(t)
+	store := &leavingStore{PostgresStore: idempotency.NewPostgresStore(pool)}
+	runs := 0
+	g := newScopeGuard(t, store, idempotency.Config{Transactional: true}, func(w http.ResponseWriter, _ *http.Request) {
+		runs++
+		w.WriteHeader(http.StatusCreated)
+	})
+	var ctx context.Context
+	ctx, store.leave = context.WithCancel(t.Context())
+	g.send(ctx, "acme", "")
+	require.Zero(t, runs)
+	require.Zero(t, pool.Stat().AcquiredConns())
+	store.leave = func() {}
+	require.Equal(t, http.StatusCreated, g.send(t.Context(), "acme", "").Code)
+	require.Equal(t, 1, runs)
 }

@@ -23,7 +23,21 @@ var errWaitOver = errors.New("idempotency: waiting is over")
 // The zero value is ready.
 type watches struct {
 	mu    sync.Mutex
-	byKey map[ScopedKey]*watch
+	byKey map[watched]*watch
+}
+
+// watched is what retries wait for: a key's record. With aliases, which record it is
+// depends on the payload, too.
+type watched struct {
+	key         ScopedKey
+	fingerprint Fingerprint // zero without aliases
+}
+
+func (in *intent) watched() watched {
+	if len(in.aliases) == 0 {
+		return watched{key: in.key}
+	}
+	return watched{key: in.key, fingerprint: in.fingerprint}
 }
 
 // A watch is what the waiters for one key share. Its fields are guarded by the
@@ -53,27 +67,27 @@ type look func(Fingerprint) (Record, *operation, error)
 // A waiter is one waiting retry.
 type waiter struct {
 	all   *watches
-	key   ScopedKey
+	what  watched
 	watch *watch
 	until time.Time
 	seen  int // the latest look that was its own, that it heard of, or that began before it came
 }
 
 // join makes a waiter for a record that was met in progress. It must leave.
-func (ws *watches) join(key ScopedKey, limit time.Duration) *waiter {
+func (ws *watches) join(what watched, limit time.Duration) *waiter {
 	ws.mu.Lock()
 	defer ws.mu.Unlock()
-	w := ws.byKey[key]
+	w := ws.byKey[what]
 	if w == nil {
 		w = &watch{looked: make(chan struct{})}
 		w.schedule(true)
 		if ws.byKey == nil {
-			ws.byKey = make(map[ScopedKey]*watch)
+			ws.byKey = make(map[watched]*watch)
 		}
-		ws.byKey[key] = w
+		ws.byKey[what] = w
 	}
 	w.waiters++
-	return &waiter{all: ws, key: key, watch: w, until: now().Add(limit), seen: w.looks}
+	return &waiter{all: ws, what: what, watch: w, until: now().Add(limit), seen: w.looks}
 }
 
 func (w *waiter) leave() {
@@ -81,7 +95,7 @@ func (w *waiter) leave() {
 	defer w.all.mu.Unlock()
 	w.watch.waiters--
 	if w.watch.waiters == 0 {
-		delete(w.all.byKey, w.key)
+		delete(w.all.byKey, w.what)
 	}
 }
 

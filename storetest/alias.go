@@ -225,6 +225,23 @@ func aliasRanks(h *harness) {
 	}
 }
 
+// S44: of records that count alike, that of the first name is returned.
+func aliasFirst(h *harness) {
+	h.aliases()
+	for _, state := range []idempotency.State{idempotency.StateCompleted, idempotency.StateInProgress} {
+		c := h.newSet(fmt.Sprintf("first %v", state), "-1", "+2", "+3")
+		h.stand(c, 3, state)
+		stale := plain(c, 2)
+		h.claim(claimWins, stale, claimed(stale, 1))
+		h.settle(stale, idempotency.StateReleased)
+		second := again(stale) // told from the others by its attempt
+		h.claim(claimWins, second, claimed(second, 2))
+		h.settle(second, state)
+		want := h.stand(c, 1, state)
+		h.claimAll(aliasFirstName, c, want) // of attempt 1
+	}
+}
+
 // S44: of several released or abandoned records of one operation, all are taken over.
 func aliasTakesAll(h *harness) {
 	h.aliases()

@@ -41,7 +41,8 @@ const (
 		"is returned, and nothing is changed."
 	aliasTakes = "It takes all names that are free and all whose records stand for the operation, as attempt 1, or one more " +
 		"than the greatest attempt of those records."
-	recordOrigin = "Every later attempt gets the same, whatever names it is claimed by: downstream keys are derived from it (S45)."
+	aliasFirstName = "Where several decide alike, the one of the first name is returned."
+	recordOrigin   = "Every later attempt gets the same, whatever names it is claimed by: downstream keys are derived from it (S45)."
 
 	sweepCounts = "DeleteExpired deletes at most limit expired records and returns how many."
 	sweepSpares = "It never deletes one that is not expired, and never blocks a claim for longer than one such batch takes (S29)."

@@ -107,6 +107,7 @@ func Run(t *testing.T, newSubject func(t *testing.T) Subject) {
 		{"Aliases/ARecordStandsForAll", aliasStands},
 		{"Aliases/TakeOver", aliasTakeOver},
 		{"Aliases/FurthestCounts", aliasRanks},
+		{"Aliases/FirstNameOfSeveral", aliasFirst},
 		{"Aliases/AllStaleAreTakenOver", aliasTakesAll},
 		{"Aliases/OtherFingerprint", aliasMismatch},
 		{"Aliases/MatchBeatsMismatch", aliasMatchBeatsMismatch},
