@@ -1,6 +1,9 @@
 package idempotency
 
-import "crypto/subtle"
+import (
+	"crypto/subtle"
+	"slices"
+)
 
 // MaxAliases is how many aliases a [Claim] may have.
 const MaxAliases = 16
@@ -23,7 +26,8 @@ const (
 	// another fingerprint has used up the key, as it would under the primary name.
 	AliasRenamed AliasKind = iota + 1
 	// AliasMerged is the key space of another identity: what stands there with another
-	// fingerprint is some other operation's, and is left alone.
+	// fingerprint is some other operation's, and is left alone. Whoever still has that
+	// identity finds an operation there that was claimed with it, but not its answer.
 	AliasMerged
 )
 
@@ -44,8 +48,9 @@ func (k AliasKind) isKnown() bool { return k == AliasRenamed || k == AliasMerged
 // Claim.Key, which is the primary one, and those of Claim.Aliases.
 //
 // An expired record is as good as none. So is, but its name is not free, a record under
-// an alias that was claimed together with another primary name than this claim's. The
-// other records decide together:
+// an alias that was last claimed as an alias of a name that is none of this claim's, unless
+// a record of the same operation under the primary name was, too. The other records decide
+// together:
 //
 //   - Those with a fingerprint of this claim stand for the operation. If one of them is
 //     completed, or else in progress, or else abandoned and not to be taken over by this
@@ -54,14 +59,15 @@ func (k AliasKind) isKnown() bool { return k == AliasRenamed || k == AliasMerged
 //     alias that is not merged, is returned, and nothing is changed.
 //   - Otherwise the claim wins. It takes all names that are free and all whose records
 //     stand for the operation, as attempt 1, or one more than the greatest attempt of
-//     those records. Fingerprint and Origin are theirs, that of the last name if they
-//     differ.
+//     those records. Fingerprint and Origin are theirs, those of the last name if they
+//     differ; where there are none, the claim's and the last name that it takes.
 //
 // Where several decide alike, the one of the first name is returned.
 //
-// A store remembers with the record of each name the primary name that it was claimed
-// with, and the origin; a digest is enough. It locks names in one order, so that no two
-// claims wait for each other.
+// A store remembers with the record of each alias the primary name that it was last
+// claimed with, and with each record the origin; a digest is enough. A claim that has the
+// alias as its primary name makes it forget the former. It locks names in one order, so
+// that no two claims wait for each other.
 type AliasStore interface {
 	Store
 
@@ -104,14 +110,29 @@ func (c Claim) names() []ScopedKey {
 	return names
 }
 
+// withheld returns those of the names that the claim has taken under which the outcome is
+// not to be seen: the merged ones, unless the operation stands under no other.
+func (c Claim) withheld(taken []ScopedKey) []ScopedKey {
+	var merged []ScopedKey
+	for i, name := range c.names() {
+		if c.isMerged(i) && slices.Contains(taken, name) {
+			merged = append(merged, name)
+		}
+	}
+	if len(merged) == len(taken) {
+		return nil
+	}
+	return merged
+}
+
 // isMerged reports whether the i-th name is a merged alias.
 func (c Claim) isMerged(i int) bool { return i > 0 && c.Aliases[i-1].Kind == AliasMerged }
 
-// aliasOf is what the record of a name that the claim takes remembers as its primary
-// name; stood is what the record that stood there remembers.
-func (c Claim) aliasOf(i int, stood standing) KeyDigest {
+// aliasOf is what the record of the i-th name, if the claim takes it, remembers as its
+// primary name.
+func (c Claim) aliasOf(i int) KeyDigest {
 	if i == 0 {
-		return stood.aliasOf
+		return KeyDigest{}
 	}
 	return c.Key.Digest()
 }
@@ -130,7 +151,7 @@ func (c Claim) matches(fp Fingerprint) bool {
 type standing struct {
 	record  Record // as it stands towards a claim that does not win
 	held    bool
-	aliasOf KeyDigest // the primary name that it was claimed with; zero: this one
+	aliasOf KeyDigest // the primary name that it was last claimed with; zero: this one
 	origin  KeyDigest // zero: this name
 }
 
@@ -167,23 +188,29 @@ func (c Claim) rank(s standing) int {
 
 // plan decides what becomes of a claim that has met this under each of its names.
 func (c Claim) plan(met []standing) claimPlan {
-	names, primary := c.names(), c.Key.Digest()
-	win := claimPlan{record: Record{
-		State: StateClaimed, Fingerprint: c.Fingerprint, Attempt: 1, Origin: names[len(names)-1].Digest(),
-	}}
+	names := c.names()
+	digests := make([]KeyDigest, len(names))
+	for i, name := range names {
+		digests[i] = name.Digest()
+	}
+	own := append([]KeyDigest{{}}, digests...) // whose aliases are this operation's
+	if c.matches(met[0].record.Fingerprint) {
+		own = append(own, met[0].aliasOf)
+	}
+	win := claimPlan{record: Record{State: StateClaimed, Fingerprint: c.Fingerprint, Attempt: 1}}
 	best, bestRank, mismatch := -1, rankNone, -1
 	for i, s := range met {
 		switch {
 		case s.record.State == 0:
 			win.taken = append(win.taken, i)
-		case i > 0 && s.aliasOf != KeyDigest{} && s.aliasOf != primary: // another operation's
+		case i > 0 && !slices.Contains(own, s.aliasOf): // another operation's
 		case !c.matches(s.record.Fingerprint):
 			if mismatch < 0 && !c.isMerged(i) {
 				mismatch = i
 			}
 		default:
 			win.taken = append(win.taken, i)
-			win.record.Fingerprint, win.record.Origin = s.record.Fingerprint, s.originOf(names[i])
+			win.record.Fingerprint, win.record.Origin = s.record.Fingerprint, s.originOf(digests[i])
 			win.record.Attempt = max(win.record.Attempt, s.record.Attempt+1)
 			win.stands = true
 			if rank := c.rank(s); rank > bestRank {
@@ -199,14 +226,17 @@ func (c Claim) plan(met []standing) claimPlan {
 	}
 	for _, i := range win.taken {
 		win.record.Keys = append(win.record.Keys, names[i])
+		if !win.stands {
+			win.record.Origin = digests[i]
+		}
 	}
 	return win
 }
 
-// originOf returns the origin of a record that stands under that name.
-func (s standing) originOf(name ScopedKey) KeyDigest {
+// originOf returns the origin of a record that stands under the name of that digest.
+func (s standing) originOf(name KeyDigest) KeyDigest {
 	if s.origin == (KeyDigest{}) {
-		return name.Digest()
+		return name
 	}
 	return s.origin
 }

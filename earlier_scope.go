@@ -1,6 +1,7 @@
 package idempotency
 
 import (
+	"errors"
 	"net/http"
 	"slices"
 	"strconv"
@@ -10,7 +11,7 @@ import (
 // not set is as in the [Config], and so one part may have changed, or all.
 //
 // A function that returns "" says that this request has no name under this scope: its
-// tenant is none that was merged, say.
+// tenant is none that was merged, say. So does a route that is too long for a scope.
 type EarlierScope struct {
 	_ [0]func() // keyed literals only
 
@@ -55,25 +56,36 @@ func (e *EarlierScope) scope(r *http.Request, today ScopedKey) (s Scope, ok bool
 }
 
 // aliases returns the names that the request's operation may be recorded under beside
-// today's. The error is a *ScopeError.
+// today's.
 func (c *Config) aliases(r *http.Request, today ScopedKey, sent string) ([]Alias, error) {
 	var aliases []Alias
-	for i := range c.EarlierScopes {
-		e := &c.EarlierScopes[i]
-		s, ok := e.scope(r, today)
-		if !ok {
-			continue
-		}
+	add := func(s Scope, kind AliasKind) error {
 		key, err := ClientKey(s, sent)
-		if err != nil {
-			return nil, err
+		if isRouteTooLong(err) { // it was refused then: nothing is recorded under it
+			return nil
 		}
 		known := func(a Alias) bool { return a.Key == key }
-		if key != today && !slices.ContainsFunc(aliases, known) {
-			aliases = append(aliases, Alias{Key: key, Kind: e.Kind})
+		if err == nil && key != today && !slices.ContainsFunc(aliases, known) {
+			aliases = append(aliases, Alias{Key: key, Kind: kind})
+		}
+		return err
+	}
+	for i := range c.EarlierScopes {
+		e := &c.EarlierScopes[i]
+		if s, ok := e.scope(r, today); ok {
+			if err := add(s, e.Kind); err != nil {
+				return nil, err
+			}
 		}
 	}
 	return aliases, nil
+}
+
+// isRouteTooLong reports whether a scope is unusable because the client asked for a path
+// that is too long to be a route.
+func isRouteTooLong(err error) bool {
+	var scope *ScopeError
+	return errors.As(err, &scope) && scope.Component == ComponentRoute && errors.Is(err, ErrScopeTooLong)
 }
 
 // validateEarlierScopes returns all faults of the earlier scopes.

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -15,6 +16,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
 
 	"github.com/keytuple/idempotency"
@@ -99,6 +101,18 @@ func onEachChange(t *testing.T, test func(t *testing.T, store idempotency.Store,
 	}
 }
 
+// requireDone expects that a was answered from the record of what has run under a
+// configuration; of what was done for a successor, the predecessor is not told the answer.
+func (a reply) requireDone(t *testing.T, ran, asked idempotency.Config) {
+	t.Helper()
+	merged := func(e idempotency.EarlierScope) bool { return e.Kind == idempotency.AliasMerged }
+	if slices.ContainsFunc(ran.EarlierScopes, merged) && len(asked.EarlierScopes) == 0 {
+		a.requireProblem(t, http.StatusConflict, idempotency.CodeNotReplayable)
+		return
+	}
+	require.True(t, a.replayed(), a.body)
+}
+
 // S43: what was done under one scope is replayed under the other, and a key that it has
 // used up is so under both.
 func TestS43DoneUnderTheOtherScope(t *testing.T) {
@@ -107,14 +121,12 @@ func TestS43DoneUnderTheOtherScope(t *testing.T) {
 		one, two := attemptSite(t, store, first), attemptSite(t, store, second)
 		c := call{path: "/v1/charges", body: "pay"}
 		require.Equal(t, "attempt 1", one.do(t.Context(), c).body)
-		a := two.do(t.Context(), c)
-		require.Equal(t, "attempt 1", a.body)
-		require.True(t, a.replayed())
+		two.do(t.Context(), c).requireDone(t, first, second)
 		require.Zero(t, two.runs.Load())
 		require.True(t, one.do(t.Context(), c).replayed())
 
 		other := call{path: "/v1/charges", body: "pay more"}
-		a = two.do(t.Context(), other)
+		a := two.do(t.Context(), other)
 		if kind := append(first.EarlierScopes, second.EarlierScopes...)[0].Kind; kind == idempotency.AliasRenamed || len(second.EarlierScopes) == 0 {
 			a.requireProblem(t, http.StatusUnprocessableEntity, idempotency.CodeKeyReused)
 			return
@@ -146,7 +158,7 @@ func TestS43TakenOverUnderTheOtherScope(t *testing.T) {
 		}
 		fails = false
 		require.Equal(t, http.StatusOK, one.do(t.Context(), c).status)
-		require.True(t, two.do(t.Context(), c).replayed())
+		two.do(t.Context(), c).requireDone(t, first, second)
 		require.Len(t, log, 6)
 		_, downstream, _ := strings.Cut(log[0], " ")
 		for i, l := range log {
@@ -179,6 +191,194 @@ func TestS45DownstreamKeyOutlivesTheEarlierScope(t *testing.T) {
 	})
 }
 
+// S45: operations that are told apart have downstream keys of their own, though they might
+// have had one name in common.
+func TestS45DownstreamKeysAreToldApart(t *testing.T) {
+	toA := mergedIntoC("A")
+	toA.EarlierScopes[0].KeyScope = func(*http.Request) string { return "A" }
+	for _, tc := range []struct {
+		name  string
+		cfg   idempotency.Config
+		calls []call
+	}{
+		{"principals", scopeChanges[0].then, []call{{caller: "alice"}, {caller: "bob"}, {caller: "carol"}}},
+		{"successors", toA, []call{{tenant: "C"}, {tenant: "D"}, {tenant: "A"}}},
+	} {
+		onEachStore(t, func(t *testing.T, store idempotency.Store) {
+			t.Helper()
+			t.Run(tc.name, func(t *testing.T) {
+				seen := make(map[uuid.UUID]bool)
+				s := newGuardedSite(t, store, tc.cfg, func(_ http.ResponseWriter, r *http.Request) {
+					exec, _ := idempotency.FromContext(r.Context())
+					seen[exec.DownstreamKey("provider")] = true
+				})
+				for _, c := range tc.calls[:2] {
+					require.Equal(t, http.StatusOK, s.do(t.Context(), c).status)
+				}
+				require.Len(t, seen, 2, "S45: one operation's call is taken for another's")
+			})
+		})
+	}
+}
+
+// S43: scopes that came one after the other are all names of an operation, whichever
+// processes have tried it.
+func TestS43ScopesOneAfterTheOther(t *testing.T) {
+	v1 := idempotency.EarlierScope{Kind: idempotency.AliasRenamed, Version: "v1", Principal: tenantAgain}
+	v2 := idempotency.EarlierScope{Kind: idempotency.AliasRenamed, Version: "v2"}
+	configs := []idempotency.Config{
+		{Principal: tenantAgain},
+		{Version: "v2", EarlierScopes: []idempotency.EarlierScope{v1}},
+		{Version: "v3", EarlierScopes: []idempotency.EarlierScope{v2, v1}},
+	}
+	for _, order := range [][]int{{1, 0, 2}, {1, 2, 0}, {2, 1, 0}, {2, 0, 1}, {0, 1, 2}, {0, 2, 1}, {1, 1, 2, 0}, {2, 2, 0, 1}} {
+		onEachStore(t, func(t *testing.T, store idempotency.Store) {
+			t.Helper()
+			t.Run(fmt.Sprint(order), func(t *testing.T) {
+				var keys []string
+				for i, version := range order {
+					s := newGuardedSite(t, store, configs[version], func(w http.ResponseWriter, r *http.Request) {
+						exec, _ := idempotency.FromContext(r.Context())
+						keys = append(keys, fmt.Sprint(exec.DownstreamKey("provider")))
+						if i < len(order)-2 {
+							w.WriteHeader(http.StatusBadGateway)
+							return
+						}
+						attempt(w, r)
+					})
+					a := s.do(t.Context(), call{})
+					switch i {
+					case len(order) - 2:
+						require.Equal(t, fmt.Sprint("attempt ", i+1), a.body)
+					case len(order) - 1:
+						require.True(t, a.replayed(), a.body)
+					}
+				}
+				for version := range configs {
+					require.True(t, attemptSite(t, store, configs[version]).do(t.Context(), call{}).replayed(), "version %d", version+1)
+				}
+				for _, key := range keys {
+					require.Equal(t, keys[0], key, "S45")
+				}
+			})
+		})
+	}
+}
+
+// S43: what a process of the old scope has taken over is nobody's by the new one: it does
+// not run again for the one that asked for it.
+func TestS43TakenOverByTheOldScope(t *testing.T) {
+	onEachStore(t, func(t *testing.T, store idempotency.Store) {
+		t.Helper()
+		var ran []string
+		fails := true
+		handler := func(w http.ResponseWriter, r *http.Request) {
+			ran = append(ran, callerOf(r))
+			if fails {
+				w.WriteHeader(http.StatusBadGateway)
+			}
+		}
+		old, s := newGuardedSite(t, store, scopeChanges[0].before, handler), newGuardedSite(t, store, scopeChanges[0].then, handler)
+		require.Equal(t, http.StatusBadGateway, s.do(t.Context(), call{caller: "alice"}).status)
+		fails = false
+		require.Equal(t, http.StatusOK, old.do(t.Context(), call{caller: "bob"}).status)
+		require.True(t, s.do(t.Context(), call{caller: "bob"}).replayed())
+		require.Equal(t, []string{"alice", "bob"}, ran)
+	})
+}
+
+// S27, S43: where nothing may run twice, an operation that broke off under one scope is in
+// doubt under the other.
+func TestS27HeldUnderTheOtherScope(t *testing.T) {
+	onEachChange(t, func(t *testing.T, store idempotency.Store, first, second idempotency.Config) {
+		t.Helper()
+		first.HoldAbandoned, second.HoldAbandoned = true, true
+		one := newGuardedSite(t, store, first, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusBadGateway) })
+		two := newGuardedSite(t, store, second, echo)
+		c := call{path: "/v1/charges"}
+		require.Equal(t, http.StatusBadGateway, one.do(t.Context(), c).status)
+		for _, s := range []*site{two, one} {
+			s.do(t.Context(), c).requireProblem(t, http.StatusConflict, idempotency.CodeOutcomeUnknown)
+		}
+		require.Zero(t, two.runs.Load())
+		require.EqualValues(t, 1, one.runs.Load())
+	})
+}
+
+// S33, S44: whoever still has the old identity does not see what the new one was answered,
+// neither while it is the successor nor afterwards; what it has done itself it sees.
+func TestS44PredecessorSeesOnlyItsOwn(t *testing.T) {
+	onEachStore(t, func(t *testing.T, store idempotency.Store) {
+		t.Helper()
+		fails := false
+		answer := func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Secret", tenantOf(r))
+			if fails {
+				w.WriteHeader(http.StatusBadGateway)
+			}
+			_, _ = fmt.Fprint(w, "done for ", tenantOf(r))
+		}
+		s := newGuardedSite(t, store, mergedIntoC("A", "B"), answer)
+		after := newGuardedSite(t, store, idempotency.Config{}, answer)
+		do := func(s *site, tenant, key, body string) reply {
+			t.Helper()
+			return s.do(t.Context(), call{tenant: tenant, key: `"` + key + `"`, body: body})
+		}
+		require.Equal(t, "done for C", do(s, "C", "new", "x").body)
+		for _, site := range []*site{s, after} {
+			for _, tenant := range []string{"A", "B"} {
+				a := do(site, tenant, "new", "x")
+				a.requireProblem(t, http.StatusConflict, idempotency.CodeNotReplayable)
+				require.NotContains(t, a.body, "done for")
+				require.Empty(t, a.header.Get("Secret"))
+			}
+			require.True(t, do(site, "C", "new", "x").replayed())
+		}
+
+		// Of an operation that is recorded under the old names alone, the successor must get
+		// the answer there.
+		require.Equal(t, "done for C", do(after, "C", "k", "another payload").body)
+		fails = true
+		require.Equal(t, http.StatusBadGateway, do(after, "A", "k", "x").status)
+		fails = false
+		require.Equal(t, "done for C", do(s, "C", "k", "x").body)
+		require.True(t, do(s, "C", "k", "x").replayed())
+		require.True(t, do(after, "A", "k", "x").replayed(), "it was A's operation")
+	})
+}
+
+// S15, S43: a guard inside another passes through where the two have a name in common that
+// the outer one has claimed.
+func TestS15NestedGuardsOfSeveralNames(t *testing.T) {
+	change := scopeChanges[0]
+	renamed := idempotency.Config{EarlierScopes: []idempotency.EarlierScope{
+		{Kind: idempotency.AliasRenamed, Route: idempotency.DefaultRoute},
+	}}
+	for _, tc := range []struct {
+		name         string
+		outer, inner idempotency.Config
+		named        bool
+	}{
+		{"old inside new", change.then, change.before, false},
+		{"new inside old", change.before, change.then, false},
+		{"new inside new", change.then, change.then, false},
+		{"named inside unnamed", renamed, renamed, true},
+	} {
+		onEachStore(t, func(t *testing.T, store idempotency.Store) {
+			t.Helper()
+			t.Run(tc.name, func(t *testing.T) {
+				outer, inner := newMiddleware(t, store, tc.outer), newMiddleware(t, store, tc.inner)
+				if tc.named {
+					inner = inner.Named("charge")
+				}
+				s := newSite(t, http1, outer.Handler(inner.Handler(http.HandlerFunc(attempt))))
+				require.Equal(t, "attempt 1", s.do(t.Context(), call{}).body)
+				require.True(t, s.do(t.Context(), call{}).replayed())
+			})
+		})
+	}
+}
+
 // S21, S43: what runs under one scope is in flight under the other.
 func TestS43InFlightUnderTheOtherScope(t *testing.T) {
 	onEachChange(t, func(t *testing.T, store idempotency.Store, first, second idempotency.Config) {
@@ -197,7 +397,7 @@ func TestS43InFlightUnderTheOtherScope(t *testing.T) {
 		two.do(t.Context(), c).requireProblem(t, http.StatusConflict, idempotency.CodeInFlight)
 		close(leave)
 		require.Equal(t, http.StatusCreated, receive(t, done).status)
-		require.True(t, two.do(t.Context(), c).replayed())
+		two.do(t.Context(), c).requireDone(t, first, second)
 		require.Zero(t, two.runs.Load())
 	})
 }
@@ -330,7 +530,9 @@ func TestS43NamesOfAnEarlierScope(t *testing.T) {
 		}, []string{"acme alice charge v0", "acme p charge v1", "t p r v00"}, ""},
 		{"NUL", []idempotency.EarlierScope{{KeyScope: fixed("secret\x00")}}, nil, idempotency.ComponentTenant},
 		{"no UTF-8", []idempotency.EarlierScope{{Principal: fixed("secret\xff")}}, nil, idempotency.ComponentPrincipal},
-		{"too long", []idempotency.EarlierScope{{Route: fixed("secret" + strings.Repeat("x", 512))}}, nil, idempotency.ComponentRoute},
+		{"too long", []idempotency.EarlierScope{{KeyScope: fixed("secret" + strings.Repeat("x", 512))}}, nil, idempotency.ComponentTenant},
+		{"route too long", []idempotency.EarlierScope{{Route: fixed(strings.Repeat("x", 513))}}, nil, ""},
+		{"route with NUL", []idempotency.EarlierScope{{Route: fixed("secret\x00")}}, nil, idempotency.ComponentRoute},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			for i := range tc.earlier {
@@ -495,7 +697,7 @@ func TestS43StoreWithoutAliases(t *testing.T) {
 	}
 	cfg := identified(mergedIntoC("A"))
 	require.Equal(t, []idempotency.ConfigError{{
-		Field: "EarlierScopes", Reason: "are set, but the store cannot claim several names at once",
+		Field: "EarlierScopes", Reason: "is set, but the store cannot claim several names at once",
 	}}, configFaults(t, singleStore{memory}, cfg))
 	require.Equal(t, []idempotency.ConfigError{{Field: "db", Reason: "is several servers"}}, configFaults(t, unableStore{memory}, cfg))
 	require.Len(t, configFaults(t, nil, cfg), 1, "no store at all is one fault")

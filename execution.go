@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -16,6 +17,7 @@ import (
 // for. It is safe for concurrent use. It prints without the key's parts.
 type Execution struct {
 	key           ScopedKey
+	names         []ScopedKey // that it has claimed; nil: the key
 	origin        KeyDigest   // zero: the key's
 	fingerprint   Fingerprint // that its record is bound to
 	attempt       int
@@ -57,6 +59,11 @@ func FromContext(ctx context.Context) (exec *Execution, ok bool) {
 // Key returns the operation's key.
 func (e *Execution) Key() ScopedKey { return e.key }
 
+// holds reports whether the execution has claimed that name.
+func (e *Execution) holds(name ScopedKey) bool {
+	return e.key == name || slices.Contains(e.names, name)
+}
+
 // Attempt returns which attempt at the operation this is: 1, 2, … A number above
 // 1 says that an earlier attempt was released or broke off, and may have had
 // effects.
@@ -70,7 +77,7 @@ func (e *Execution) Attempt() int { return e.attempt }
 //
 // Of an operation with several names (see [Config].EarlierScopes) it is the one that
 // belongs to the name that the operation was first recorded under, or, where it was under
-// none, to the last: it stays the same when another scope takes over.
+// none, to the last that is free: it stays the same when another scope takes over.
 //
 // A record that has expired leaves no trace in it: the same key with the same payload
 // has the same downstream keys again. Without [Config].FingerprintSecret, who knows
@@ -240,7 +247,7 @@ func (x *executor) claim(ctx context.Context, in *intent, fp Fingerprint) (Recor
 		x.fault(ctx, "claim", c.Key, err)
 		return Record{}, nil, fmt.Errorf("idempotency: claim: %w", err)
 	}
-	op.won(rec)
+	op.won(c, rec)
 	if isOver(ctx) || now().Sub(sent) >= x.lease {
 		op.giveUp(true)
 		return rec, nil, nil
@@ -289,13 +296,14 @@ func (x *executor) emit(ctx context.Context, e Event) {
 
 // An operation is one claimed execution, from its claim to its settlement.
 type operation struct {
-	exec  Execution
-	x     *executor
-	owner uuid.UUID
-	key   [1]ScopedKey // what keys are where there is only one
-	keys  []ScopedKey  // that it has claimed, or, until it is known, that it may have claimed
-	sent  time.Time    // when the claim was sent: the lease counts from here (S27)
-	tx    Transaction  // nil: it has a lease
+	exec     Execution
+	x        *executor
+	owner    uuid.UUID
+	key      [1]ScopedKey // what keys are where there is only one
+	keys     []ScopedKey  // that it has claimed, or, until it is known, that it may have claimed
+	withhold []ScopedKey  // of keys
+	sent     time.Time    // when the claim was sent: the lease counts from here (S27)
+	tx       Transaction  // nil: it has a lease
 	// detached is the caller's context without its end, for all that must go on.
 	detached     context.Context
 	settling     bool // settle was called
@@ -314,15 +322,16 @@ func newOperation(detached context.Context, x *executor, c Claim, sent time.Time
 }
 
 // won says how the operation stands once its claim has won.
-func (op *operation) won(rec Record) {
+func (op *operation) won(c Claim, rec Record) {
 	op.exec.attempt, op.exec.fingerprint, op.exec.origin = rec.Attempt, rec.Fingerprint, rec.Origin
 	if rec.Keys != nil {
-		op.keys = rec.Keys
+		op.keys, op.exec.names = rec.Keys, rec.Keys
+		op.withhold = c.withheld(rec.Keys)
 	}
 }
 
 func (op *operation) lease() Lease {
-	return Lease{Keys: op.keys, Owner: op.owner, Duration: op.x.lease}
+	return Lease{Keys: op.keys, Withhold: op.withhold, Owner: op.owner, Duration: op.x.lease}
 }
 
 // An ending is how an operation is to be settled.
@@ -440,7 +449,7 @@ func (op *operation) tell(ctx context.Context, s settlement) error {
 	case endKeep:
 		err := op.x.store.Complete(ctx, lease, s.response)
 		if errors.Is(err, ErrBadResponse) { // the operation is done all the same
-			err = op.x.store.Complete(ctx, lease, Response{Status: s.response.Status, NotReplayable: true})
+			err = op.x.store.Complete(ctx, lease, s.response.withoutAnswer())
 		}
 		return err
 	case endHold:
@@ -459,7 +468,7 @@ func (s settlement) giveUp(ctx context.Context, store Store, lease Lease) error 
 	var errs []error
 	for i := range lease.Keys {
 		one := lease
-		one.Keys = lease.Keys[i : i+1]
+		one.Keys, one.Withhold = lease.Keys[i:i+1], nil
 		errs = append(errs, s.judgeGivenUp(store.Release(ctx, one)))
 	}
 	return errors.Join(errs...)

@@ -205,10 +205,8 @@ func New(store Store, cfg Config) (*Middleware, error) {
 	if err := checkStore(store); err != nil {
 		faults = slices.Insert(faults, 0, err)
 	}
-	if len(cfg.EarlierScopes) > 0 && store != nil {
-		if err := checkAliases(store); err != nil {
-			faults = append(faults, err)
-		}
+	if err := checkAliases(store, cfg); err != nil {
+		faults = append(faults, err)
 	}
 	var txStore TransactionalStore
 	if cfg.Transactional && store != nil {
@@ -244,10 +242,14 @@ func checkStore(store Store) error {
 	return nil
 }
 
-func checkAliases(store Store) error {
+// checkAliases makes sure that the store can claim several names at once, if it must.
+func checkAliases(store Store, cfg Config) error {
+	if store == nil || len(cfg.EarlierScopes) == 0 {
+		return nil
+	}
 	as, ok := store.(AliasStore)
 	if !ok {
-		return &ConfigError{Field: "EarlierScopes", Reason: "are set, but the store cannot claim several names at once"}
+		return &ConfigError{Field: "EarlierScopes", Reason: "is set, but the store cannot claim several names at once"}
 	}
 	return as.CheckAliases()
 }
@@ -340,13 +342,19 @@ func (x *exchange) identify() {
 	}
 }
 
-// findAliases takes the request from its scope to its earlier ones.
+// findAliases takes the request from its scope to those that came before it.
 func (x *exchange) findAliases(sent string) {
 	var err error
 	if x.aliases, err = x.m.cfg.aliases(x.r, x.key, sent); err != nil {
 		x.log(slog.LevelError, "unusable earlier scope", err)
 		x.refuse(Problem{Code: CodeBadIdentity}, err)
 		return
+	}
+	for _, a := range x.aliases {
+		if outer := runningFor(x.r.Context(), a.Key); outer != nil {
+			x.passThrough(outer)
+			return
+		}
 	}
 	x.deduplicate()
 }
@@ -363,9 +371,9 @@ func isNoIdentity(err error) bool {
 
 // runningFor returns the execution of an outer guard, be it the next or one around
 // that, which has claimed the very same tuple (S15); or nil.
-func runningFor(ctx context.Context, key ScopedKey) *Execution {
+func runningFor(ctx context.Context, name ScopedKey) *Execution {
 	outer, _ := FromContext(ctx)
-	for outer != nil && outer.key != key {
+	for outer != nil && !outer.holds(name) {
 		outer = outer.outer
 	}
 	return outer

@@ -195,52 +195,67 @@ func TestS43PostgresOvertaken(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
 		stood string // the alias's record, if any
-		rival func(t *testing.T, store idempotency.Store, c idempotency.Claim)
+		rival func(t *testing.T, store idempotency.Store, stood idempotency.Claim)
 		want  idempotency.State
 	}{
-		{"free name taken", "", func(t *testing.T, store idempotency.Store, c idempotency.Claim) {
+		{"free name taken", "", func(t *testing.T, store idempotency.Store, _ idempotency.Claim) {
 			t.Helper()
 			rival := newSet(t, "k", "old")
 			_, err := store.Claim(t.Context(), rival)
 			require.NoError(t, err)
 		}, idempotency.StateInProgress},
-		{"free name done", "", func(t *testing.T, store idempotency.Store, c idempotency.Claim) {
+		{"free name done", "", func(t *testing.T, store idempotency.Store, _ idempotency.Claim) {
 			t.Helper()
 			rival := newSet(t, "k", "old")
 			_, err := store.Claim(t.Context(), rival)
 			require.NoError(t, err)
 			require.NoError(t, store.Complete(t.Context(), memoryLeaseOf(rival), idempotency.Response{Status: 200}))
 		}, idempotency.StateCompleted},
-		{"released name taken over", "released", func(t *testing.T, store idempotency.Store, c idempotency.Claim) {
+		{"released name taken over", "released", func(t *testing.T, store idempotency.Store, _ idempotency.Claim) {
 			t.Helper()
 			rec, err := store.Claim(t.Context(), newSet(t, "k", "old"))
 			require.NoError(t, err)
 			require.Equal(t, 2, rec.Attempt)
 		}, idempotency.StateInProgress},
-		{"released name taken over and released", "released", func(t *testing.T, store idempotency.Store, c idempotency.Claim) {
+		{"released name taken over and released", "released", func(t *testing.T, store idempotency.Store, _ idempotency.Claim) {
 			t.Helper()
 			rival := newSet(t, "k", "old")
 			_, err := store.Claim(t.Context(), rival)
 			require.NoError(t, err)
 			require.NoError(t, store.Release(t.Context(), memoryLeaseOf(rival)))
 		}, idempotency.StateClaimed},
+		{"abandoned name completed late", "abandoned", func(t *testing.T, store idempotency.Store, stood idempotency.Claim) {
+			t.Helper()
+			require.NoError(t, store.Complete(t.Context(), memoryLeaseOf(stood), idempotency.Response{Status: 200}))
+		}, idempotency.StateCompleted},
+		{"abandoned name renewed late", "abandoned", func(t *testing.T, store idempotency.Store, stood idempotency.Claim) {
+			t.Helper()
+			require.NoError(t, store.Extend(t.Context(), memoryLeaseOf(stood)))
+		}, idempotency.StateInProgress},
 	} {
 		for _, level := range []string{"read committed", "serializable"} {
 			t.Run(tc.name+", "+level, func(t *testing.T) {
 				parallel(t)
 				pool := migrated(t, withSetting("default_transaction_isolation", level))
 				rivals := idempotency.NewPostgresStore(pool)
+				stood := newSet(t, "k", "old")
 				if tc.stood != "" {
-					c := newSet(t, "k", "old")
-					_, err := rivals.Claim(t.Context(), c)
+					_, err := rivals.Claim(t.Context(), stood)
 					require.NoError(t, err)
-					require.NoError(t, rivals.Release(t.Context(), memoryLeaseOf(c)))
+				}
+				switch tc.stood {
+				case "released":
+					require.NoError(t, rivals.Release(t.Context(), memoryLeaseOf(stood)))
+				case "abandoned":
+					ended := memoryLeaseOf(stood)
+					ended.Duration = 0
+					require.NoError(t, rivals.Extend(t.Context(), ended))
 				}
 				c := newSet(t, "k", "new", "old")
 				db := &turningDB{PostgresDB: pool}
 				db.turn = func(n int64) {
 					if n == 2 { // the look was the first
-						tc.rival(t, rivals, c)
+						tc.rival(t, rivals, stood)
 					}
 				}
 				rec, err := idempotency.NewPostgresStore(db).Claim(t.Context(), c)
@@ -344,4 +359,124 @@ func TestS40VersionOfATenantIsFenced(t *testing.T) {
 	require.True(t, s.do(t.Context(), call{tenant: "acme", key: `"new"`}).replayed(), "v2's own record is there")
 	require.False(t, s.do(t.Context(), call{tenant: "acme", key: `"old"`}).replayed(), "v1's is not")
 	require.True(t, s.do(t.Context(), call{tenant: "acme2", key: `"old"`}).replayed())
+}
+
+// S45: a take-over whose answer was lost keeps the downstream keys, too.
+func TestS45PostgresTakeOverWithoutAnswer(t *testing.T) {
+	both := scopeChanges[0].then
+	alone := both
+	alone.EarlierScopes = nil
+	dbURL := pgtest.Database(t)
+	require.NoError(t, idempotency.Migrate(t.Context(), newPool(t, dbURL)))
+	proxy := pgtest.NewProxy(t, dbURL)
+	pool := newPool(t, proxy.URL())
+	var keys []string
+	handler := func(w http.ResponseWriter, r *http.Request) {
+		exec, _ := idempotency.FromContext(r.Context())
+		keys = append(keys, fmt.Sprint(exec.Attempt(), exec.DownstreamKey("provider"))[1:])
+		w.WriteHeader(http.StatusBadGateway)
+	}
+	db := &queryDB{PostgresDB: pool, turn: func(int64) {}}
+	first := newGuardedSite(t, idempotency.NewPostgresStore(pool), both, handler)
+	second := newGuardedSite(t, idempotency.NewPostgresStore(db), alone, handler)
+	first.do(t.Context(), call{})
+	second.do(t.Context(), call{}) // prepares the statements
+	db.queries.Store(0)
+	db.turn = func(n int64) {
+		if n == 2 { // the claim was the first
+			proxy.CutAfterSending(requestKey)
+		}
+	}
+	second.do(t.Context(), call{})
+	require.Equal(t, 1, proxy.Cuts())
+	require.Equal(t, []string{keys[0], keys[0], keys[0]}, keys)
+}
+
+// A queryDB calls turn before it sends the n-th query.
+type queryDB struct {
+	idempotency.PostgresDB
+	queries atomic.Int64
+	turn    func(n int64)
+}
+
+func (db *queryDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	db.turn(db.queries.Add(1))
+	return db.PostgresDB.Query(ctx, sql, args...)
+}
+
+// S27, S43: a claim that has lost one of its names by the time it learns that it had won
+// them has not won.
+func TestS27PostgresWonTooLongAgo(t *testing.T) {
+	dbURL := pgtest.Database(t)
+	admin := newPool(t, dbURL)
+	require.NoError(t, idempotency.Migrate(t.Context(), admin))
+	proxy := pgtest.NewProxy(t, dbURL)
+	db := &turningDB{PostgresDB: newPool(t, proxy.URL()), turn: func(int64) {}}
+	store := idempotency.NewPostgresStore(db)
+	_, err := store.Claim(t.Context(), newSet(t, "warm", "new", "old"))
+	require.NoError(t, err)
+	db.batches.Store(0)
+	c := newSet(t, "k", "new", "old")
+	db.turn = func(n int64) {
+		switch n {
+		case 2:
+			proxy.CutAfterSending("alice")
+		case 3:
+			advance(t, admin, "idempotency_records", 2*c.Lease)
+			rec, err := idempotency.NewPostgresStore(admin).Claim(t.Context(), newSet(t, "k", "old"))
+			require.NoError(t, err)
+			require.Equal(t, 2, rec.Attempt)
+		}
+	}
+	rec, err := store.Claim(t.Context(), c)
+	require.NoError(t, err)
+	require.Equal(t, 1, proxy.Cuts())
+	require.Equal(t, idempotency.StateInProgress, rec.State)
+	require.Equal(t, 2, rec.Attempt)
+}
+
+// Close waits for claims of several names as it does for others.
+func TestPostgresCloseWaitsForSeveralNames(t *testing.T) {
+	pool := migrated(t)
+	entered, leave := make(chan struct{}), make(chan struct{})
+	db := &turningDB{PostgresDB: pool, turn: func(n int64) {
+		if n == 2 {
+			close(entered)
+			<-leave
+		}
+	}}
+	store := idempotency.NewPostgresStore(db)
+	claimed := make(chan error, 1)
+	go func() {
+		_, err := store.Claim(t.Context(), newSet(t, "k", "new", "old"))
+		claimed <- err
+	}()
+	receive(t, entered)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	require.ErrorIs(t, store.Close(ctx), context.Canceled)
+	closed := make(chan error, 1)
+	go func() { closed <- store.Close(t.Context()) }()
+	close(leave)
+	require.NoError(t, receive(t, closed))
+	require.NoError(t, receive(t, claimed))
+	require.Equal(t, 2, count(t, pool, "true"))
+}
+
+// S27: the release and the renewal of several names whose answer does not come are done
+// when they are sent again.
+func TestS27PostgresSetSettledTwice(t *testing.T) {
+	store := idempotency.NewPostgresStore(migrated(t))
+	c := newSet(t, "k", "new", "old")
+	won, err := store.Claim(t.Context(), c)
+	require.NoError(t, err)
+	l := setLease(c, won)
+	for range 2 {
+		require.NoError(t, store.Extend(t.Context(), l))
+	}
+	for range 2 {
+		require.NoError(t, store.Release(t.Context(), l))
+	}
+	require.ErrorIs(t, store.Complete(t.Context(), l, idempotency.Response{Status: 200}), idempotency.ErrLeaseLost)
+	require.ErrorIs(t, store.Extend(t.Context(), l), idempotency.ErrLeaseLost)
 }

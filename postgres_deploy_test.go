@@ -137,7 +137,9 @@ func (d *rollingDeploy) finalAnswer(ctx context.Context, c call, first int) (rep
 	}
 }
 
-func deployCall(key string) call { return call{path: "/v1/charges", key: strconv.Quote(key), body: key} }
+func deployCall(key string) call {
+	return call{path: "/v1/charges", key: strconv.Quote(key), body: key}
+}
 
 // serve sends new requests to all processes at once, some many times, and every request
 // of before to each process.

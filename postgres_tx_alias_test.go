@@ -203,3 +203,82 @@ func TestS38SeveralNamesCost(t *testing.T) {
 	require.EqualValues(t, 2, first.roundTrips)
 	require.EqualValues(t, 1, first.transactions)
 }
+
+// S33, S38, S44: what another operation has done is answered from its record in the process
+// whose transaction of a merged name is open as in any other.
+func TestS38MergedNamesOfOthers(t *testing.T) {
+	for _, tc := range []struct{ done, runs string }{{"A", "C"}, {"C", "A"}} {
+		for _, elsewhere := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s while %s runs, elsewhere %t", tc.done, tc.runs, elsewhere), func(t *testing.T) {
+				parallel(t)
+				pool := newOrders(t)
+				plain := newGuardedSite(t, idempotency.NewPostgresStore(pool), idempotency.Config{}, echo)
+				done, runs := call{tenant: tc.done, body: tc.done}, call{tenant: tc.runs, body: tc.runs}
+				require.Equal(t, http.StatusCreated, plain.do(t.Context(), done).status)
+				entered, leave := make(chan struct{}), make(chan struct{})
+				s := newTxSite(t, pool, idempotency.PostgresConfig{}, mergedIntoC("A"), func(tx pgx.Tx, w http.ResponseWriter, r *http.Request) {
+					entered <- struct{}{}
+					stay(t, leave)
+					ordered(tx, w, r)
+				})
+				other := s
+				if elsewhere {
+					other = newTxSite(t, newPool(t, pool.Config().ConnString()), idempotency.PostgresConfig{}, mergedIntoC("A"), ordered)
+				}
+				answer := make(chan reply, 1)
+				go func() { answer <- s.do(t.Context(), runs) }()
+				receive(t, entered)
+				a := other.do(t.Context(), done)
+				require.True(t, a.replayed(), a.body)
+				close(leave)
+				require.Equal(t, "attempt 1", receive(t, answer).body)
+				require.Equal(t, 1, orders(t, pool))
+			})
+		}
+	}
+}
+
+// S38, S44: the outcome of a transaction is withheld from the predecessor, too.
+func TestS38MergedNameIsWithheld(t *testing.T) {
+	pool := newOrders(t)
+	s := newTxSite(t, pool, idempotency.PostgresConfig{}, mergedIntoC("A"), ordered)
+	require.Equal(t, "attempt 1", s.do(t.Context(), call{tenant: "C"}).body, s.logs)
+	s.do(t.Context(), call{tenant: "A"}).requireProblem(t, http.StatusConflict, idempotency.CodeNotReplayable)
+	require.True(t, s.do(t.Context(), call{tenant: "C"}).replayed())
+	require.Equal(t, 1, count(t, pool, "tenant_id = 'A' AND response_body IS NULL AND response_headers IS NULL AND not_replayable"))
+}
+
+// S38, S43: where the answer to a commit of several names does not come, or the database
+// isolates more strictly, one operation is committed.
+func TestS38SeveralNamesWithoutAnswer(t *testing.T) {
+	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
+		for _, reached := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s, reached %t", level, reached), func(t *testing.T) {
+				parallel(t)
+				db := newLifeDB(t)
+				createOrders(t, db.Pool)
+				armed := true
+				s := newTxSite(t, newPool(t, db.proxy.URL()), idempotency.PostgresConfig{Isolation: level}, scopeChanges[0].then,
+					func(tx pgx.Tx, w http.ResponseWriter, r *http.Request) {
+						switch {
+						case armed && reached:
+							db.proxy.CutAfterSending(requestKey)
+						case armed:
+							db.proxy.CutBeforeSending(requestKey)
+						}
+						armed = false
+						ordered(tx, w, r)
+					})
+				a := s.do(t.Context(), call{})
+				if !reached {
+					a.requireProblem(t, http.StatusServiceUnavailable, idempotency.CodeRetry)
+					a = s.do(t.Context(), call{})
+				}
+				require.Equal(t, "attempt 1", a.body, s.logs)
+				require.Equal(t, 1, orders(t, db.Pool))
+				require.Equal(t, 2, count(t, db.Pool, "status = 'completed'"))
+				require.True(t, s.do(t.Context(), call{}).replayed())
+			})
+		}
+	}
+}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"time"
 
 	"github.com/google/uuid"
@@ -54,7 +55,8 @@ type Store interface {
 	// taken and will not be: nothing is to be released.
 	Claim(ctx context.Context, c Claim) (Record, error)
 
-	// Complete stores r as the outcome of the lease's operation and ends the lease.
+	// Complete stores r as the outcome of the lease's operation and ends the lease. Under
+	// those of its keys that are to be withheld, only the status is stored, not replayable.
 	// It returns [ErrLeaseLost] and touches nothing unless every key of the lease is
 	// in progress under its owner, be the lease's time over or not. Repeated by the
 	// owner that completed, it succeeds and changes nothing. An error that wraps
@@ -134,11 +136,25 @@ func (c Claim) Validate() error {
 type Lease struct {
 	// Keys are all the names of the operation that the owner claimed.
 	Keys []ScopedKey
+	// Withhold are those of Keys that are another identity's, too: it is to find there that
+	// the operation is done, and not its answer, which may never have been its own (S44).
+	Withhold []ScopedKey
 	// Owner is the owner of the claim that won.
 	Owner uuid.UUID
 	// Duration is how long the lease holds from the claim, or from an Extend.
 	Duration time.Duration
 }
+
+// outcome returns what is to be stored under one of the keys where r is the outcome.
+func (l Lease) outcome(k ScopedKey, r Response) Response {
+	if slices.Contains(l.Withhold, k) {
+		return r.withoutAnswer()
+	}
+	return r
+}
+
+// withoutAnswer returns r as one that cannot be replayed.
+func (r Response) withoutAnswer() Response { return Response{Status: r.Status, NotReplayable: true} }
 
 // Validate returns an error that wraps [ErrInvalidClaim] if no store may accept
 // l. Every store calls it first.
@@ -149,6 +165,11 @@ func (l Lease) Validate() error {
 	for _, k := range l.Keys {
 		if k.IsZero() {
 			return invalidClaim("zero key")
+		}
+	}
+	for _, k := range l.Withhold {
+		if !slices.Contains(l.Keys, k) {
+			return invalidClaim("key to be withheld is none of the lease")
 		}
 	}
 	switch {
@@ -213,9 +234,9 @@ type Record struct {
 	// has aliases: what its [Lease] is to name.
 	Keys []ScopedKey
 	// Origin is the digest of the name that the operation stands under, or, at its first
-	// attempt, of the last of the claim's names, if State is StateClaimed. Every later
-	// attempt gets the same, whatever names it is claimed by: downstream keys are derived
-	// from it (S45). Zero stands for Claim.Key.
+	// attempt, of the last of the names that the claim takes, if State is StateClaimed.
+	// Every later attempt gets the same, whatever names it is claimed by: downstream keys
+	// are derived from it (S45). Zero stands for Claim.Key.
 	Origin KeyDigest
 }
 
@@ -241,8 +262,8 @@ type Response struct {
 	Trailer http.Header
 	// Body is the whole body.
 	Body []byte
-	// NotReplayable marks an outcome too large to be stored, or whose body is shorter
-	// than the handler declared: only Status is kept, and a retry learns that the
+	// NotReplayable marks an outcome too large to be stored, whose body is shorter than the
+	// handler declared, or that is withheld (see [Lease]): only Status is kept, and a retry learns that the
 	// operation is done, but not its answer (S23).
 	NotReplayable bool
 }

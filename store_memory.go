@@ -129,6 +129,7 @@ func (s *MemoryStore) Claim(ctx context.Context, c Claim) (Record, error) {
 		return r.view(now), nil
 	}
 	won := Record{State: StateClaimed, Fingerprint: c.Fingerprint, Attempt: r.attempt + 1, Origin: r.origin}
+	r.aliasOf = KeyDigest{}
 	s.take(r, c, won, now)
 	return won, nil
 }
@@ -151,7 +152,7 @@ func (s *MemoryStore) claimAll(c Claim, now time.Time) (Record, error) {
 		if r == nil {
 			r = s.add(names[i])
 		}
-		r.aliasOf, r.origin = c.aliasOf(i, met[i]), plan.record.Origin
+		r.aliasOf, r.origin = c.aliasOf(i), plan.record.Origin
 		s.take(r, c, plan.record, now)
 	}
 	return plan.record, nil
@@ -263,7 +264,7 @@ func (s *MemoryStore) settle(ctx context.Context, l Lease, to State, outcome Res
 	for _, k := range l.Keys {
 		r := s.records[k]
 		r.state = to
-		s.put(r, outcome)
+		s.put(r, l.outcome(k, outcome))
 	}
 	return nil
 }
@@ -340,7 +341,7 @@ func (s *MemoryStore) evict(now time.Time) bool {
 type memoryRecord struct {
 	key         ScopedKey
 	fingerprint Fingerprint
-	aliasOf     KeyDigest // the primary name that it was claimed with; zero: its own key
+	aliasOf     KeyDigest // the primary name that it was last claimed with; zero: its own key
 	origin      KeyDigest // zero: its own key
 	owner       uuid.UUID
 	attempt     int
@@ -360,7 +361,7 @@ func (r *memoryRecord) expired(now time.Time) bool {
 }
 
 // forget makes an expired record as good as none.
-func (r *memoryRecord) forget() { r.attempt, r.aliasOf, r.origin = 0, KeyDigest{}, KeyDigest{} }
+func (r *memoryRecord) forget() { r.attempt, r.origin = 0, KeyDigest{} }
 
 func (r *memoryRecord) live(now time.Time) bool { return now.Before(r.leaseEnd) }
 

@@ -106,6 +106,32 @@ func TestMemoryStoreFull(t *testing.T) {
 	require.Equal(t, idempotency.StateClaimed, claimState(t, s, memoryClaim(t, claims[3].Key.Key())), "an expired key")
 }
 
+// S43: where there is room for no other record, none of several names is taken.
+func TestMemoryStoreFullForAliases(t *testing.T) {
+	s, clock := newMemoryStore(2000)
+	claims := fill(t, s, "x")
+	records := s.Len()
+	set := memoryClaim(t, "k")
+	set.Aliases = []idempotency.Alias{
+		{Key: claims[0].Key, Kind: idempotency.AliasRenamed}, {Key: memoryClaim(t, "l").Key, Kind: idempotency.AliasRenamed},
+	}
+	set.Fingerprint[1] ^= 1
+	rec, err := s.Claim(t.Context(), set)
+	require.NoError(t, err)
+	require.Equal(t, idempotency.StateInProgress, rec.State, "what needs no room is answered")
+	set.Aliases[0].Kind = idempotency.AliasMerged
+	_, err = s.Claim(t.Context(), set)
+	require.ErrorIs(t, err, idempotency.ErrStoreFull)
+	require.Equal(t, records, s.Len(), "all names or none")
+
+	clock.advance(2 * time.Hour) // the expired one is removed to make room, and taken anew
+	rec, err = s.Claim(t.Context(), set)
+	require.NoError(t, err)
+	require.Equal(t, idempotency.StateClaimed, rec.State)
+	require.Len(t, rec.Keys, 3)
+	require.NoError(t, s.Complete(t.Context(), idempotency.Lease{Keys: rec.Keys, Owner: set.Owner, Duration: set.Lease}, idempotency.Response{}))
+}
+
 func TestMemoryStoreEvictsOnlyExpired(t *testing.T) {
 	t.Parallel()
 	s, clock := newMemoryStore(64 << 10)

@@ -178,11 +178,25 @@ func (s *PostgresStore) tryClaim(ctx context.Context, c Claim, args []any) (Reco
 	case err != nil:
 		return Record{}, err
 	case row.owner.Bytes == c.Owner && row.status == statusInProgress: // now, or by a try whose answer was lost
-		return Record{State: StateClaimed, Fingerprint: c.Fingerprint, Attempt: row.attempt}, nil
+		return s.own(ctx, c, row)
 	case row.free:
 		return s.takeOver(ctx, c, append(slices.Clip(args), row.owner))
 	}
 	return row.record()
+}
+
+// own returns what a claim has won. Only a record that it has taken over may have an
+// origin, which is known to whoever did; a try whose answer was lost has to look.
+func (s *PostgresStore) own(ctx context.Context, c Claim, row claimRow) (Record, error) {
+	rec := Record{State: StateClaimed, Fingerprint: c.Fingerprint, Attempt: row.attempt}
+	if row.attempt <= 1 {
+		return rec, nil
+	}
+	rows, err := s.lookAll(ctx, c)
+	if err != nil {
+		return Record{}, err
+	}
+	return rec, scanDigest(rows[0].origin, &rec.Origin)
 }
 
 // queryClaim sends the claim and returns the row that stands there. There is none
@@ -251,7 +265,13 @@ func (s *PostgresStore) Complete(ctx context.Context, l Lease, r Response) error
 	if err != nil {
 		return err
 	}
-	return s.settle(ctx, l, change{name: "complete", sql: s.sql.complete, to: statusCompleted, args: args})
+	c := change{name: "complete", sql: s.sql.complete, to: statusCompleted, args: args, withhold: l.Withhold}
+	if len(l.Withhold) > 0 {
+		if c.withheld, err = responseArgs(r.withoutAnswer()); err != nil {
+			return err
+		}
+	}
+	return s.settle(ctx, l, c)
 }
 
 // Release implements [Store].
@@ -296,11 +316,18 @@ type change struct {
 	sql  string
 	args []any  // beside key and owner
 	to   string // status that says that it is done already; none if empty
+
+	withhold []ScopedKey // keys that have other args
+	withheld []any
 }
 
 // statement returns the change of one record, as a statement.
 func (c change) statement(k ScopedKey, owner uuid.UUID) *statement {
-	return &statement{key: k, sql: c.sql, args: append(ownerArgs(k, owner), c.args...)}
+	args := c.args
+	if slices.Contains(c.withhold, k) {
+		args = c.withheld
+	}
+	return &statement{key: k, sql: c.sql, args: append(ownerArgs(k, owner), args...)}
 }
 
 // settle makes a change to all records of a lease, or to none.

@@ -2,6 +2,7 @@ package idempotency
 
 import (
 	"context"
+	"slices"
 
 	"github.com/google/uuid"
 )
@@ -30,9 +31,9 @@ func (s *PostgresStore) tryClaimAll(ctx context.Context, c Claim) (Record, error
 	}
 	statements := make([]*statement, len(plan.taken))
 	for n, i := range plan.taken {
-		statements[n] = s.takeName(c, i, &rows[i], met[i], plan.record)
+		statements[n] = s.takeName(c, i, &rows[i], plan.record)
 	}
-	err = sendTogether(ctx, s.db, statements)
+	err = s.runTogether(ctx, statements)
 	if isNotAsItStood(err) {
 		err = errOvertaken
 	}
@@ -51,7 +52,16 @@ func (s *PostgresStore) lookAll(ctx context.Context, c Claim) ([]standingRow, er
 		statements[0].ofClaim = true
 		return rows, s.run(ctx, statements[0])
 	}
-	return rows, sendTogether(ctx, s.db, statements)
+	return rows, s.runTogether(ctx, statements)
+}
+
+// runTogether sends statements as one transaction, which no others join.
+func (s *PostgresStore) runTogether(ctx context.Context, statements []*statement) error {
+	if s.batcher != nil {
+		s.batcher.beginApart()
+		defer s.batcher.endApart()
+	}
+	return sendTogether(ctx, s.db, statements)
 }
 
 func standings(rows []standingRow) ([]standing, error) {
@@ -65,24 +75,27 @@ func standings(rows []standingRow) ([]standing, error) {
 	return met, nil
 }
 
-// wonBefore returns what the claim has won by a try whose answer was lost.
+// wonBefore returns what the claim has won by a try whose answer was lost, unless that
+// was so long ago that it has lost some of it again.
 func wonBefore(c Claim, rows []standingRow, met []standing) (won Record, isWon bool) {
+	others := slices.Clone(met)
 	for i, name := range c.names() {
-		if rows[i].found && rows[i].owner.Bytes == c.Owner && rows[i].status == statusInProgress {
+		if met[i].record.State == StateInProgress && rows[i].owner.Bytes == c.Owner {
 			won.State, won.Fingerprint, won.Attempt = StateClaimed, met[i].record.Fingerprint, met[i].record.Attempt
-			won.Origin = met[i].originOf(name)
+			won.Origin = met[i].originOf(name.Digest())
 			won.Keys = append(won.Keys, name)
+			others[i] = standing{}
 		}
 	}
-	return won, won.Keys != nil
+	return won, won.Keys != nil && len(c.plan(others).taken) > 0
 }
 
 // takeName returns the statement by which a claim takes its i-th name, as won says.
-func (s *PostgresStore) takeName(c Claim, i int, row *standingRow, stood standing, won Record) *statement {
+func (s *PostgresStore) takeName(c Claim, i int, row *standingRow, won Record) *statement {
 	name := c.names()[i]
 	st := &statement{key: name, sql: s.sql.claimName, args: append(ownerArgs(name, c.Owner),
 		won.Fingerprint[:], c.Hold, won.Attempt, interval(c.Lease), interval(c.TTL),
-		digestArg(c.aliasOf(i, stood)), originArg(won.Origin, name))}
+		digestArg(c.aliasOf(i)), originArg(won.Origin, name))}
 	if row.found {
 		st.sql, st.args = s.sql.takeName, append(st.args, row.owner)
 	}
@@ -96,7 +109,7 @@ func (s *PostgresStore) changeAll(ctx context.Context, keys []ScopedKey, owner u
 	for i, k := range keys {
 		statements[i] = c.statement(k, owner)
 	}
-	err := sendTogether(ctx, s.db, statements)
+	err := s.runTogether(ctx, statements)
 	if isNotAsItStood(err) {
 		return false, nil
 	}

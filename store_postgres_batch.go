@@ -39,6 +39,7 @@ type batcher struct {
 
 	mu      sync.Mutex
 	senders int                     // flushers, and callers that send their own statement
+	apart   int                     // transactions on their way that no others join
 	onWay   map[ScopedKey][]*queued // keys with a statement on its way, and what waits for it
 	queue   dueQueue[*queued]       // what may be sent at once
 	claims  int                     // of what waits
@@ -101,7 +102,27 @@ func (b *batcher) arrived(key ScopedKey) {
 
 func (b *batcher) endSender() {
 	b.senders--
-	if b.senders == 0 {
+	b.raiseIfIdle()
+}
+
+// beginApart begins a transaction that no others join.
+func (b *batcher) beginApart() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.apart++
+}
+
+func (b *batcher) endApart() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.apart--
+	b.raiseIfIdle()
+}
+
+func (b *batcher) isIdle() bool { return b.senders == 0 && b.apart == 0 }
+
+func (b *batcher) raiseIfIdle() {
+	if b.isIdle() {
 		b.idle.raise()
 	}
 }
@@ -246,8 +267,8 @@ func (b *batcher) answer(err error, answered ...*queued) {
 func (b *batcher) drain(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.idle.wait(ctx, &b.mu, func() bool { return b.senders == 0 })
-	if b.senders > 0 {
+	b.idle.wait(ctx, &b.mu, b.isIdle)
+	if !b.isIdle() {
 		return context.Cause(ctx)
 	}
 	return nil

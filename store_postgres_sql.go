@@ -84,7 +84,7 @@ SELECT ` + standingSQL + ` FROM {table} WHERE {key}`
 const takeOverSQL = `UPDATE {table} SET owner = $7, fingerprint = $8, held = $9, status = 'in_progress',
 	attempt = ` + attemptSQL + ` + 1,
 	created_at = CASE WHEN {expired} THEN now() ELSE created_at END,
-	alias_of = CASE WHEN {expired} THEN NULL ELSE alias_of END,
+	alias_of = NULL,
 	origin = CASE WHEN {expired} THEN NULL ELSE origin END,
 	lease_expires_at = now() + $10::interval, expires_at = now() + $11::interval,
 	` + noResponseSQL + `

@@ -43,8 +43,9 @@ func (s *PostgresStore) CheckTransactional() error {
 // holds an advisory lock, so that another claim of the key is answered and does not
 // wait; what makes sure that one operation is committed is the record's primary key.
 //
-// Where all transactions are taken, see [PostgresConfig].MaxTransactions, keys that
-// have a record are still answered; the others wait until ctx ends.
+// Where all transactions are taken, see [PostgresConfig].MaxTransactions, keys whose
+// record decides, whatever transactions are open, are still answered; the others wait
+// until ctx ends.
 func (s *PostgresStore) ClaimInTransaction(ctx context.Context, c Claim) (Record, Transaction, error) {
 	if err := c.Validate(); err != nil {
 		return Record{}, nil, err
@@ -67,15 +68,18 @@ func (s *PostgresStore) ClaimInTransaction(ctx context.Context, c Claim) (Record
 }
 
 func (s *PostgresStore) claimInTransaction(ctx context.Context, c Claim) (Record, *postgresTransaction, error) {
-	if s.txs.isRunning(c.names()) {
+	running := s.txs.isRunning(c.names())
+	if running && len(c.Aliases) == 0 {
 		return openTransaction(c), nil, nil
 	}
-	if !s.txs.tryTake() {
+	if running || !s.txs.tryTake() {
 		plan, err := s.look(ctx, c)
-		if err == nil && plan.isFinal(c) {
+		switch {
+		case err == nil && plan.isFinal(c):
 			return plan.record, nil, nil
-		}
-		if err == nil {
+		case err == nil && running:
+			return openTransaction(c), nil, nil
+		case err == nil:
 			err = s.txs.take(ctx)
 		}
 		if err != nil {
@@ -140,7 +144,7 @@ func (s *PostgresStore) tryBegin(ctx context.Context, c Claim) (Record, *postgre
 		_ = tx.giveBack(ctx) // it is closed if it is of no use any more
 		return rec, nil, err
 	}
-	s.txs.enter(c.names())
+	s.txs.enter(tx.plan.record.Keys)
 	return rec, tx, nil
 }
 
@@ -225,7 +229,7 @@ func (tx *postgresTransaction) Rollback(ctx context.Context) error {
 // Commit implements [Transaction]. Where the answer to the commit does not come, half
 // of the time is left for finding out.
 func (tx *postgresTransaction) Commit(ctx context.Context, r Response) error {
-	outcome, err := responseArgs(r)
+	outcome, err := tx.outcome(r)
 	if err != nil {
 		return err
 	}
@@ -243,7 +247,22 @@ func (tx *postgresTransaction) Commit(ctx context.Context, r Response) error {
 	return nil
 }
 
-func (tx *postgresTransaction) commit(ctx context.Context, status int, outcome []any) error {
+// outcome returns, for each name that the claim has taken, the parameters that store r.
+func (tx *postgresTransaction) outcome(r Response) (map[ScopedKey][]any, error) {
+	won := tx.plan.record
+	lease := Lease{Keys: won.Keys, Withhold: tx.claim.withheld(won.Keys)}
+	outcome := make(map[ScopedKey][]any, len(won.Keys))
+	for _, name := range won.Keys {
+		args, err := responseArgs(lease.outcome(name, r))
+		if err != nil {
+			return nil, err
+		}
+		outcome[name] = args
+	}
+	return outcome, nil
+}
+
+func (tx *postgresTransaction) commit(ctx context.Context, status int, outcome map[ScopedKey][]any) error {
 	ctx, cancel := halfOf(ctx)
 	defer cancel()
 	if err := tx.check(); err != nil {
@@ -310,7 +329,7 @@ const releaseHandlerSQL = "RELEASE SAVEPOINT " + handlerSavepoint
 
 // record writes the records and commits, in one round trip: where a name does not stand
 // as it was read, its statement fails, and nothing is committed.
-func (tx *postgresTransaction) record(ctx context.Context, outcome []any) error {
+func (tx *postgresTransaction) record(ctx context.Context, outcome map[ScopedKey][]any) error {
 	steps := []commitStep{stepHandler}
 	var b pgx.Batch
 	b.Queue(releaseHandlerSQL)
@@ -332,11 +351,11 @@ func (tx *postgresTransaction) takenInOrder() []int {
 }
 
 // recordName returns the statement that writes the record of the claim's i-th name.
-func (tx *postgresTransaction) recordName(i int, outcome []any) (sql string, args []any) {
+func (tx *postgresTransaction) recordName(i int, outcome map[ScopedKey][]any) (sql string, args []any) {
 	c, won, name := tx.claim, tx.plan.record, tx.claim.names()[i]
 	args = append(ownerArgs(name, c.Owner), won.Fingerprint[:], c.Hold, interval(c.TTL))
-	args = append(args, outcome...)
-	args = append(args, won.Attempt, digestArg(c.aliasOf(i, tx.met[i])), originArg(won.Origin, name))
+	args = append(args, outcome[name]...)
+	args = append(args, won.Attempt, digestArg(c.aliasOf(i)), originArg(won.Origin, name))
 	if row := &tx.rows[i]; row.found {
 		return tx.store.sql.overwrite, append(args, row.owner)
 	}
@@ -441,7 +460,7 @@ func (tx *postgresTransaction) lookForOutcome(ctx context.Context) (committed, o
 // end ends the transaction, if it has not ended, and gives back what it held.
 func (tx *postgresTransaction) end(ctx context.Context) error {
 	defer tx.store.txs.give()
-	defer tx.store.txs.leave(tx.claim.names())
+	defer tx.store.txs.leave(tx.plan.record.Keys)
 	return tx.giveBack(ctx)
 }
 

@@ -96,7 +96,7 @@ func (x *executor) claimInTransaction(ctx context.Context, c Claim) (Record, *op
 		return rec, nil, nil
 	}
 	op.tx = tx
-	op.won(rec)
+	op.won(c, rec)
 	if isOver(ctx) {
 		op.undo() //nolint:contextcheck // an operation has a detached context of its own
 		return rec, nil, nil
@@ -131,7 +131,7 @@ func (op *operation) conclude(ctx context.Context, s settlement) (Outcome, error
 	}
 	err := op.tx.Commit(ctx, s.response)
 	if errors.Is(err, ErrBadResponse) { // the operation is done all the same
-		err = op.tx.Commit(ctx, Response{Status: s.response.Status, NotReplayable: true})
+		err = op.tx.Commit(ctx, s.response.withoutAnswer())
 	}
 	switch {
 	case err == nil:

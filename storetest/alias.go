@@ -68,7 +68,7 @@ func won(c idempotency.Claim, attempt int, taken ...int) idempotency.Record {
 	for _, i := range taken {
 		r.Keys = append(r.Keys, names[i])
 	}
-	r.Origin = names[len(names)-1].Digest()
+	r.Origin = names[slices.Max(taken)].Digest()
 	return r
 }
 
@@ -343,35 +343,83 @@ func aliasOfAnother(h *harness) {
 	}
 }
 
-// S43: a take-over by one name leaves to whom a record belongs, and from what its
-// downstream keys are derived (S45).
-func aliasRemembers(h *harness) {
+// S45: whatever names a later attempt is claimed by, its origin is that of the first.
+func aliasOrigin(h *harness) {
 	h.aliases()
-	first := h.newSet("remembered", "-1")
+	first := h.newSet("origin", "-1")
 	h.claimAll(aliasTakes, first, won(first, 1, 0, 1))
 	h.expect(releaseGivesUp, "Release", h.Store.Release(h.t.Context(), leaseOfAll(first)), nil)
+	origin := first.Aliases[0].Key.Digest()
 
 	for i, taker := range []idempotency.Claim{plain(first, 1), plain(first, 0)} {
 		got, err := h.Store.Claim(h.t.Context(), taker)
 		h.judge(claimWins, taker, got, err, claimed(taker, 2))
-		origin := got.Origin
-		if origin == (idempotency.KeyDigest{}) {
-			origin = taker.Key.Digest()
+		if got.Origin == (idempotency.KeyDigest{}) {
+			got.Origin = taker.Key.Digest()
 		}
-		if want := first.Aliases[0].Key.Digest(); origin != want {
-			h.fail(recordOrigin, "take-over of name %d\n got: origin %x\nwant: origin %x", i, origin[:4], want[:4])
+		if got.Origin != origin {
+			h.fail(recordOrigin, "take-over of name %d\n got: origin %x\nwant: origin %x", i, got.Origin[:4], origin[:4])
 		}
 		h.release(releaseGivesUp, taker, nil)
 	}
+	next := again(first) // its own record, beside another alias than before
+	next.Aliases = h.newSet("origin", "-2").Aliases
+	want := won(next, 3, 0, 1)
+	want.Origin = origin
+	h.claimAll(recordOrigin, next, want)
+}
 
-	second := again(first)
-	s := scope()
-	s.Principal = "second"
-	second.Key = h.key(s, first.Key.Key())
-	h.claimAll(aliasLeaves, second, won(second, 1, 0))
+// S43: a record belongs to the primary name that it was last claimed with. A claim to
+// which that is an alias may have it; one that has the record's name as its primary one
+// makes it everybody's.
+func aliasBelongs(h *harness) {
+	h.aliases()
+	for _, state := range []idempotency.State{idempotency.StateCompleted, idempotency.StateReleased} {
+		first := h.newSet(fmt.Sprintf("chain %v", state), "-1")
+		h.claimAll(aliasTakes, first, won(first, 1, 0, 1))
+		l := leaseOfAll(first)
+		if state == idempotency.StateCompleted {
+			h.expect(completeStores, "Complete", h.Store.Complete(h.t.Context(), l, response("done")), nil)
+		} else {
+			h.expect(releaseGivesUp, "Release", h.Store.Release(h.t.Context(), l), nil)
+		}
+		next := again(first) // of a scope that came after
+		next.Key = h.newName(first.Key.Key(), "new")
+		next.Aliases = []idempotency.Alias{{Key: first.Key, Kind: idempotency.AliasRenamed}, first.Aliases[0]}
+		if state == idempotency.StateCompleted {
+			h.claimAll(aliasDecides, next, completed(first, 1, response("done")))
+		} else {
+			h.claimAll(aliasTakes, next, won(next, 2, 0, 1, 2))
+		}
+	}
+	first := h.newSet("rolled back", "-1", "-2")
+	h.claimAll(aliasTakes, first, won(first, 1, 0, 1, 2))
+	h.expect(releaseGivesUp, "Release", h.Store.Release(h.t.Context(), leaseOfAll(first)), nil)
+	before := again(first) // of the scope that came before
+	before.Key, before.Aliases = first.Aliases[0].Key, first.Aliases[1:]
+	h.claimAll(aliasLeaves, before, won(before, 2, 0, 1))
 
-	want := won(first, 3, 0, 1)
-	h.claimAll(aliasTakes, again(first), want)
+	for _, by := range []func(c idempotency.Claim) idempotency.Claim{
+		func(c idempotency.Claim) idempotency.Claim { return plain(c, 1) },
+		func(c idempotency.Claim) idempotency.Claim {
+			c = plain(c, 1)
+			c.Aliases = []idempotency.Alias{{Key: h.newName(c.Key.Key(), "older"), Kind: idempotency.AliasRenamed}}
+			return c
+		},
+	} {
+		first := h.newSet(fmt.Sprintf("everybody's %p", by), "-1")
+		h.claimAll(aliasTakes, first, won(first, 1, 0, 1))
+		h.expect(releaseGivesUp, "Release", h.Store.Release(h.t.Context(), leaseOfAll(first)), nil)
+		second := again(first)
+		s := scope()
+		s.Principal = "second"
+		second.Key = h.key(s, first.Key.Key())
+
+		old := by(first)
+		got, err := h.Store.Claim(h.t.Context(), old)
+		h.judge(aliasForgets, old, got, err, claimed(old, 2))
+		h.claimAll(aliasForgets, second, inProgress(old, 2, lease))
+	}
 }
 
 // S29: an expired record is as good as none, under each name, and forgets what it was.
@@ -385,6 +433,13 @@ func aliasExpired(h *harness) {
 	old := other(plain(first, 1)) // by itself: it is nobody's alias any more
 	h.claim(expiredIsNone, old, claimed(old, 1))
 	h.complete(completeStores, old, response("new"), nil)
+	anew := plain(first, 0)
+	got, err := h.Store.Claim(h.t.Context(), anew)
+	h.judge(expiredIsNone, anew, got, err, claimed(anew, 1))
+	if got.Origin != (idempotency.KeyDigest{}) && got.Origin != anew.Key.Digest() {
+		h.fail(expiredIsNone, "Claim of %q: origin %x, which is that of the expired record", anew.Key.Key(), got.Origin[:4])
+	}
+	h.complete(completeStores, anew, response("new"), nil)
 
 	second := again(first)
 	s := scope()
@@ -551,4 +606,24 @@ func aliasSettleAll(h *harness) {
 	h.expect(extendMoves, "Extend", h.Store.Extend(h.t.Context(), l), nil)
 	h.Advance(5 * lease)
 	h.claimAll(extendMoves, again(c), inProgress(c, 1, 5*lease+time.Second))
+}
+
+// S44: under a key to be withheld, the answer is not stored.
+func aliasWithheld(h *harness) {
+	h.aliases()
+	c := h.newSet("withheld", "+1", "-2")
+	h.claimAll(aliasTakes, c, won(c, 1, 0, 1, 2))
+	l := leaseOfAll(c)
+	l.Withhold = []idempotency.ScopedKey{c.Aliases[0].Key}
+	secret := response("secret")
+	secret.Trailer = map[string][]string{"Digest": {"secret"}}
+	secret.AddedHeader = map[string][]string{"Vary": {"secret"}}
+	for range 2 {
+		h.expect(completeWithholds, "Complete", h.Store.Complete(h.t.Context(), l, clone(secret)), nil)
+		for i, want := range []idempotency.Response{secret, {Status: secret.Status, NotReplayable: true}, secret} {
+			h.claim(completeWithholds, plain(c, i), completed(c, 1, want))
+		}
+	}
+	l.Withhold = []idempotency.ScopedKey{h.newName("withheld", "other")}
+	h.expect(refused, "Complete that withholds another key", h.Store.Complete(h.t.Context(), l, secret), idempotency.ErrInvalidClaim)
 }

@@ -27,12 +27,14 @@ var aliasFaults = map[string]string{
 	"renamed is merged":             "If none stands for the operation, a record under the primary name",
 	"merged is renamed":             "It takes all names that are free",
 	"one scheme":                    "It takes all names that are free",
-	"primary name is forgotten":     "a record under an alias that was claimed together with another primary name",
+	"primary name is forgotten":     "a record under an alias that was last claimed as an alias of a name",
 	"taken names are not told":      "It takes all names that are free",
 	"origin is the primary name":    "Every later attempt gets the same, whatever names it is claimed by",
 	"origin is not told":            "Every later attempt gets the same, whatever names it is claimed by",
 	"aliases are not validated":     "ErrInvalidClaim reports a Claim or Lease that no store may accept",
 	"only the primary name settles": "Complete stores r as the outcome",
+	"nothing is withheld":           "A Store keeps it byte for byte",
+	"all is withheld":               "A Store keeps it byte for byte",
 }
 
 func newBrokenAliasStore(fault string, clock *clock) *brokenAliasStore {
@@ -121,8 +123,13 @@ func (s *brokenAliasStore) Complete(ctx context.Context, l idempotency.Lease, r 
 }
 
 func (s *brokenAliasStore) settled(l idempotency.Lease) idempotency.Lease {
-	if s.fault == "only the primary name settles" && len(l.Keys) > 1 {
-		l.Keys = l.Keys[:1]
+	switch {
+	case s.fault == "only the primary name settles" && len(l.Keys) > 1:
+		l.Keys, l.Withhold = l.Keys[:1], nil
+	case s.fault == "nothing is withheld":
+		l.Withhold = nil
+	case s.fault == "all is withheld" && len(l.Withhold) > 0:
+		l.Withhold = l.Keys
 	}
 	return l
 }

@@ -34,15 +34,18 @@ const (
 		"than zero gets ErrLeaseLost."
 
 	aliasLeaves = "An expired record is as good as none. So is, but its name is not free, a record under an alias that was " +
-		"claimed together with another primary name than this claim's."
+		"last claimed as an alias of a name that is none of this claim's, unless a record of the same operation " +
+		"under the primary name was, too."
+	aliasForgets = "A claim that has the alias as its primary name makes it forget the former."
 	aliasDecides = "Those with a fingerprint of this claim stand for the operation. If one of them is completed, or else in " +
 		"progress, or else abandoned and not to be taken over by this claim, it is returned, and nothing is changed."
 	aliasMismatches = "If none stands for the operation, a record under the primary name, or under an alias that is not merged, " +
 		"is returned, and nothing is changed."
 	aliasTakes = "It takes all names that are free and all whose records stand for the operation, as attempt 1, or one more " +
 		"than the greatest attempt of those records."
-	aliasFirstName = "Where several decide alike, the one of the first name is returned."
-	recordOrigin   = "Every later attempt gets the same, whatever names it is claimed by: downstream keys are derived from it (S45)."
+	aliasFirstName    = "Where several decide alike, the one of the first name is returned."
+	completeWithholds = "Under those of its keys that are to be withheld, only the status is stored, not replayable."
+	recordOrigin      = "Every later attempt gets the same, whatever names it is claimed by: downstream keys are derived from it (S45)."
 
 	sweepCounts = "DeleteExpired deletes at most limit expired records and returns how many."
 	sweepSpares = "It never deletes one that is not expired, and never blocks a claim for longer than one such batch takes (S29)."
