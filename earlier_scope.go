@@ -2,6 +2,7 @@ package idempotency
 
 import (
 	"errors"
+	"fmt"
 	"net/http"
 	"slices"
 	"strconv"
@@ -55,9 +56,13 @@ func (e *EarlierScope) scope(r *http.Request, today ScopedKey) (s Scope, ok bool
 	return s, s.Tenant != "" && s.Principal != "" && s.Route != ""
 }
 
+// errTooManyNames is an operation that may be recorded under more names than a claim can
+// have.
+var errTooManyNames = fmt.Errorf("idempotency: an operation has more than %d earlier names", MaxAliases)
+
 // aliases returns the names that the request's operation may be recorded under beside
-// today's.
-func (c *Config) aliases(r *http.Request, today ScopedKey, sent string) ([]Alias, error) {
+// today's, the predecessors' among them.
+func (c *Config) aliases(r *http.Request, today ScopedKey, sent string, predecessors []Identity) ([]Alias, error) {
 	var aliases []Alias
 	add := func(s Scope, kind AliasKind) error {
 		key, err := ClientKey(s, sent)
@@ -70,6 +75,12 @@ func (c *Config) aliases(r *http.Request, today ScopedKey, sent string) ([]Alias
 		}
 		return err
 	}
+	for _, id := range predecessors {
+		s := Scope{Version: today.version, Tenant: id.Tenant, Principal: id.Principal, Route: today.route}
+		if err := add(s, AliasMerged); err != nil {
+			return nil, err
+		}
+	}
 	for i := range c.EarlierScopes {
 		e := &c.EarlierScopes[i]
 		if s, ok := e.scope(r, today); ok {
@@ -77,6 +88,9 @@ func (c *Config) aliases(r *http.Request, today ScopedKey, sent string) ([]Alias
 				return nil, err
 			}
 		}
+	}
+	if len(aliases) > MaxAliases {
+		return nil, errTooManyNames
 	}
 	return aliases, nil
 }

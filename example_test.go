@@ -273,6 +273,7 @@ func ExampleMigrations() {
 	}
 	// Output: 001.sql: CREATE TABLE "payments"."idempotency_records" (
 	// 002.sql: ALTER TABLE "payments"."idempotency_records" ADD COLUMN alias_of bytea, ADD COLUMN origin bytea;
+	// 003.sql: CREATE TABLE "payments"."idempotency_successors" (
 }
 
 // What is wrong with a store's configuration is told when the middleware is made.

@@ -1,6 +1,10 @@
 package idempotency
 
-import "github.com/google/uuid"
+import (
+	"time"
+
+	"github.com/google/uuid"
+)
 
 // What the tests in package idempotency_test need of the inside.
 var (
@@ -17,6 +21,12 @@ var (
 func DownstreamKeyOf(k ScopedKey, fp Fingerprint, name string) uuid.UUID {
 	return downstreamKey(k.Digest(), fp, name)
 }
+
+// SuccessionsMaxAge is how old what a process knows of successions may be.
+const SuccessionsMaxAge = successionsMaxAge
+
+// SetSuccessionsClock gives s another clock than the system's.
+func SetSuccessionsClock(s *PostgresSuccessions, now func() time.Time) { s.now = now }
 
 // Limits of an encoded Response.
 const (

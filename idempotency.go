@@ -68,6 +68,12 @@ type Config struct {
 	// an [AliasStore]. How to change a scope while it is in use is told in
 	// docs/scope-changes.md.
 	EarlierScopes []EarlierScope
+	// Predecessors returns identities that the request's identity has taken over, where
+	// that is data and not code: [PostgresSuccessions].Predecessors does. Each is as if it
+	// were an EarlierScope that is AliasMerged, beside today's Version and Route. It is
+	// called for each guarded request, within StoreTimeout. Its error refuses the request
+	// with 503 store-unavailable, whatever UnguardedWhenStoreDown says. Default: none.
+	Predecessors PredecessorsFunc
 
 	// Methods that are guarded, in capital letters; all others pass through
 	// untouched (S15). Default: POST and PATCH.
@@ -244,12 +250,16 @@ func checkStore(store Store) error {
 
 // checkAliases makes sure that the store can claim several names at once, if it must.
 func checkAliases(store Store, cfg Config) error {
-	if store == nil || len(cfg.EarlierScopes) == 0 {
+	field := "EarlierScopes"
+	switch {
+	case store == nil, len(cfg.EarlierScopes) == 0 && cfg.Predecessors == nil:
 		return nil
+	case len(cfg.EarlierScopes) == 0:
+		field = "Predecessors"
 	}
 	as, ok := store.(AliasStore)
 	if !ok {
-		return &ConfigError{Field: "EarlierScopes", Reason: "is set, but the store cannot claim several names at once"}
+		return &ConfigError{Field: field, Reason: "is set, but the store cannot claim several names at once"}
 	}
 	return as.CheckAliases()
 }
@@ -344,8 +354,13 @@ func (x *exchange) identify() {
 
 // findAliases takes the request from its scope to those that came before it.
 func (x *exchange) findAliases(sent string) {
-	var err error
-	if x.aliases, err = x.m.cfg.aliases(x.r, x.key, sent); err != nil {
+	ids, err := x.predecessors()
+	if err != nil {
+		x.m.exec.fault(x.r.Context(), "predecessors", x.key, err)
+		x.refuse(Problem{Code: CodeStoreUnavailable}, err)
+		return
+	}
+	if x.aliases, err = x.m.cfg.aliases(x.r, x.key, sent, ids); err != nil {
 		x.log(slog.LevelError, "unusable earlier scope", err)
 		x.refuse(Problem{Code: CodeBadIdentity}, err)
 		return
@@ -357,6 +372,16 @@ func (x *exchange) findAliases(sent string) {
 		}
 	}
 	x.deduplicate()
+}
+
+// predecessors returns the identities that today's has taken over.
+func (x *exchange) predecessors() ([]Identity, error) {
+	if x.m.cfg.Predecessors == nil {
+		return nil, nil
+	}
+	ctx, cancel := context.WithTimeout(x.r.Context(), x.m.cfg.StoreTimeout)
+	defer cancel()
+	return x.m.cfg.Predecessors(ctx, Identity{Tenant: x.key.tenant, Principal: x.key.principal})
 }
 
 // isNoIdentity tells a request without tenant or principal (S09) from one whose

@@ -13,6 +13,9 @@ import (
 //go:embed schema.sql
 var schemaSQL string
 
+//go:embed schema_successors.sql
+var successorsSQL string
+
 // aliasesSQL has room for what the records of operations with several names remember:
 // the digests of their primary name and of their origin, where it is not their own.
 const aliasesSQL = `ALTER TABLE idempotency_records ADD COLUMN alias_of bytea, ADD COLUMN origin bytea;
@@ -43,6 +46,7 @@ func (c PostgresConfig) migrations() []Migration {
 	return []Migration{
 		{Version: 1, SQL: strings.ReplaceAll(schemaSQL, DefaultPostgresTable, c.table())},
 		{Version: 2, SQL: strings.ReplaceAll(aliasesSQL, DefaultPostgresTable, c.table())},
+		{Version: 3, SQL: strings.ReplaceAll(successorsSQL, defaultSuccessorTable, c.successorTable())},
 	}
 }
 

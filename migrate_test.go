@@ -28,7 +28,7 @@ func TestMigrateAtOnce(t *testing.T) {
 			require.NoError(t, err)
 		}
 		pool := newPool(t, dbURL)
-		require.Equal(t, 2, queryOne[int](t, pool, "SELECT count(*) FROM new.idempotency_records_migrations"))
+		require.Equal(t, 3, queryOne[int](t, pool, "SELECT count(*) FROM new.idempotency_records_migrations"))
 		require.Equal(t, 0, queryOne[int](t, pool, "SELECT count(*) FROM new.idempotency_records"))
 	}
 }

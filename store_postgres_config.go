@@ -25,7 +25,7 @@ type PostgresConfig struct {
 	// connection's search_path leads to.
 	Schema string
 	// Table is the table's name, at most 52 bytes, so that there is room for
-	// "_migrations" behind it. Default: [DefaultPostgresTable].
+	// "_migrations" or "_successors" behind it. Default: [DefaultPostgresTable].
 	Table string
 	// DisableBatching sends each statement by itself, in a transaction of its own,
 	// on its caller's goroutine. Set it where a batch would span servers, as in a
@@ -47,6 +47,10 @@ type PostgresConfig struct {
 const (
 	maxPostgresName = 63 // bytes; PostgreSQL cuts longer ones off
 	versionSuffix   = "_migrations"
+	successorSuffix = "_successors" // no longer than the other
+
+	// defaultSuccessorTable is the one beside DefaultPostgresTable.
+	defaultSuccessorTable = "idempotency_successors"
 )
 
 // isolationLevels are those of PostgreSQL; the first is the database's default.
@@ -121,6 +125,14 @@ func (c PostgresConfig) table() string { return c.qualify(c.Table) }
 
 // versionTable is where it is kept which migrations of the table have run.
 func (c PostgresConfig) versionTable() string { return c.qualify(c.Table + versionSuffix) }
+
+// successorTable is where it is kept which identities have succeeded others.
+func (c PostgresConfig) successorTable() string {
+	if c.Table == DefaultPostgresTable {
+		return c.qualify(defaultSuccessorTable)
+	}
+	return c.qualify(c.Table + successorSuffix)
+}
 
 func (c PostgresConfig) qualify(name string) string {
 	if c.Schema == "" {
