@@ -26,12 +26,19 @@ func TestS32EachCodeIsDocumented(t *testing.T) {
 	}
 }
 
-// Each test that the guarantees rest on is there, under the name that is given.
-func TestGuaranteesNameTests(t *testing.T) {
-	page, err := os.ReadFile("docs/guarantees.md")
-	require.NoError(t, err)
+// Each test that a page rests on is there, under the name that is given.
+func TestPagesNameTests(t *testing.T) {
 	sources := testSources(t)
-	names := regexp.MustCompile("`(Test[A-Z]\\w+)(?:/([^`]+))?`").FindAllStringSubmatch(string(page), -1)
+	for _, name := range []string{"docs/guarantees.md", "docs/scope-changes.md"} {
+		page, err := os.ReadFile(name)
+		require.NoError(t, err)
+		requireTests(t, string(page), sources)
+	}
+}
+
+func requireTests(t *testing.T, page string, sources []string) {
+	t.Helper()
+	names := regexp.MustCompile("`(Test[A-Z]\\w+)(?:/([^`]+))?`").FindAllStringSubmatch(page, -1)
 	require.NotEmpty(t, names)
 	for _, name := range names {
 		test, subtest := name[1], strings.ReplaceAll(name[2], "_", " ")

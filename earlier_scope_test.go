@@ -485,9 +485,28 @@ func TestS44MergedTenants(t *testing.T) {
 		do(s, "C", "both's", "w").requireProblem(t, http.StatusUnprocessableEntity, idempotency.CodeKeyReused)
 		require.True(t, do(s, "C", "both's", "y").replayed(), "S44: a match beats the mismatch under its own name")
 		do(s, "A", "only A's", "y").requireProblem(t, http.StatusUnprocessableEntity, idempotency.CodeKeyReused)
+		do(before, "A", "both's", "z").requireProblem(t, http.StatusUnprocessableEntity, idempotency.CodeKeyReused) // C's, under A's used key
 		require.Equal(t, "done for D", do(s, "D", "both's", "x").body)
 		require.EqualValues(t, 2, s.runs.Load())
 	})
+}
+
+// S29, S44: what the old identity has done is forgotten for the new one when it is for the
+// old one.
+func TestS44MergeForgetsWhatHasExpired(t *testing.T) {
+	clock := &printClock{}
+	store := idempotency.NewMemoryStoreWith(idempotency.MemoryConfig{Now: clock.now})
+	before := attemptSite(t, store, idempotency.Config{TTL: time.Hour})
+	cfg := mergedIntoC("A")
+	cfg.TTL = time.Hour
+	s := attemptSite(t, store, cfg)
+	require.Equal(t, "attempt 1", before.do(t.Context(), call{tenant: "A"}).body)
+	clock.advance(time.Hour - 1)
+	require.True(t, s.do(t.Context(), call{tenant: "C"}).replayed())
+	clock.advance(1)
+	a := s.do(t.Context(), call{tenant: "C"})
+	require.Equal(t, "attempt 1", a.body)
+	require.False(t, a.replayed())
 }
 
 // S44: no row of the old identities is rewritten by what the new one does.

@@ -24,17 +24,19 @@ func TestMeasure(t *testing.T) {
 	p := plan{rounds: 3, slice: 20 * time.Millisecond, cells: slices.DeleteFunc(allCells(), func(c cell) bool {
 		return c.Bytes != small || c.Clients != 1
 	})}
-	require.Len(t, p.cells, 9)
+	require.Len(t, p.cells, 10)
 	r, err := p.measure(t.Context(), pgtest.Database(t), io.Discard)
 	require.NoError(t, err)
-	require.Len(t, r.Lines, 18)
+	require.Len(t, r.Lines, 20)
 	require.NotEmpty(t, r.Machine.PostgreSQL)
 	for _, l := range r.Lines {
 		roundTrips, commits := 1.0, 0.0
 		switch {
 		case l.Arm == armBare:
 			roundTrips = 0
-		case l.Case == caseFirst:
+		case l.Case == caseAlias && l.Arm == armLibrary:
+			roundTrips, commits = 3, 2
+		case l.Case == caseFirst, l.Case == caseAlias:
 			roundTrips, commits = 2, 2
 		case l.Case == caseTransaction && l.Arm == armLibrary:
 			roundTrips, commits = 3, 1
@@ -122,7 +124,7 @@ func TestStats(t *testing.T) {
 
 func TestCells(t *testing.T) {
 	// Four cases at both levels and the transaction at the store's, by sizes and clients.
-	require.Len(t, allCells(), (2*4+1)*2*4)
+	require.Len(t, allCells(), (2*4+2)*2*4)
 	for _, g := range goals {
 		require.Contains(t, allCells(), g.cell)
 		require.Contains(t, quickCells(), g.cell)

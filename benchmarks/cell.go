@@ -18,6 +18,8 @@ const (
 	caseReused   = "422"
 	// caseTransaction is a first request whose handler writes a row, too.
 	caseTransaction = "transaction"
+	// caseAlias is a first request whose operation has one other name.
+	caseAlias = "alias"
 )
 
 const (
@@ -61,8 +63,8 @@ func (c cell) pools() []int {
 func allCells() []cell {
 	var cells []cell
 	for _, level := range []string{levelStore, levelHTTP} {
-		for _, name := range []string{caseFirst, caseReplay, caseInFlight, caseReused, caseTransaction} {
-			if name == caseTransaction && level != levelStore {
+		for _, name := range []string{caseFirst, caseReplay, caseInFlight, caseReused, caseTransaction, caseAlias} {
+			if (name == caseTransaction || name == caseAlias) && level != levelStore {
 				continue
 			}
 			for _, bytes := range []int{small, large} {

@@ -106,6 +106,8 @@ func (s *site) arms(ctx context.Context, c cell) ([]arm, error) {
 	switch c.Case {
 	case caseFirst:
 		return s.firstArms(c), nil
+	case caseAlias:
+		return s.aliasArms(c), nil
 	case caseTransaction:
 		return s.transactionArms(c), nil
 	}

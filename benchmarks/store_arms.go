@@ -48,6 +48,37 @@ func (s *site) firstArms(c cell) []arm {
 	return arms
 }
 
+// aliasArms compare an operation with two names with what it has without.
+func (s *site) aliasArms(c cell) []arm {
+	response := responseOf(c.Bytes)
+	arms := s.firstArms(c)
+	arms[0].do = func(ctx context.Context, _, _ int) error { return firstOfTwoNames(ctx, s.first, response) }
+	return arms
+}
+
+// firstOfTwoNames is first for an operation that may be recorded under another scope.
+func firstOfTwoNames(ctx context.Context, store idempotency.Store, r idempotency.Response) error {
+	c, err := claimOf(uuid.NewString())
+	if err != nil {
+		return err
+	}
+	earlier := scope(route)
+	earlier.Version = "v0"
+	alias, err := idempotency.ClientKey(earlier, c.Key.Key())
+	if err != nil {
+		return err
+	}
+	c.Aliases = []idempotency.Alias{{Key: alias, Kind: idempotency.AliasRenamed}}
+	record, err := store.Claim(ctx, c)
+	if err != nil {
+		return err
+	}
+	if record.State != idempotency.StateClaimed || len(record.Keys) != 2 {
+		return unexpected(record)
+	}
+	return store.Complete(ctx, idempotency.Lease{Keys: record.Keys, Owner: c.Owner, Duration: c.Lease}, r)
+}
+
 // first is a request that nobody has sent before, and its outcome.
 func first(ctx context.Context, store idempotency.Store, r idempotency.Response) error {
 	c, err := claimOf(uuid.NewString())
