@@ -33,7 +33,8 @@ const (
 	// whether it took effect. It will not run again by itself.
 	CodeOutcomeUnknown Code = "outcome-unknown"
 	// CodeNotReplayable (409): the operation is done, but its answer was too large
-	// to be stored, or broke off before the length that it declared.
+	// to be stored, broke off before the length that it declared, or was made for an
+	// identity that has succeeded this one.
 	CodeNotReplayable Code = "not-replayable"
 	// CodeRequestTooLarge (413): the request body is over the limit.
 	CodeRequestTooLarge Code = "request-too-large"
@@ -138,7 +139,7 @@ func (c Code) problem() Problem {
 	case CodeNotReplayable:
 		return Problem{
 			Status: http.StatusConflict, Title: "Outcome cannot be replayed",
-			Detail: "The request with this Idempotency-Key is done, but its answer was too large to be kept, or broke off.",
+			Detail: "The request with this Idempotency-Key is done, but its answer was too large to be kept, broke off, or was made for another identity.",
 		}
 	case CodeRequestTooLarge:
 		return Problem{
