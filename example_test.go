@@ -284,3 +284,33 @@ func ExampleNewPostgresStoreWith() {
 	fmt.Println(err)
 	// Output: idempotency: config: db: is required
 }
+
+// Callers are told apart from version 2 on. What was done before is not done again.
+func ExampleEarlierScope() {
+	store := idempotency.NewMemoryStore()
+	charges := 0
+	charge := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		charges++
+		fmt.Fprintf(w, "charge %d", charges)
+	})
+	v1, err1 := idempotency.New(store, idempotency.Config{Version: "v1", KeyScope: account, Principal: account})
+	v2, err2 := idempotency.New(store, idempotency.Config{
+		Version: "v2", KeyScope: account, Principal: user,
+		EarlierScopes: []idempotency.EarlierScope{{Kind: idempotency.AliasRenamed, Version: "v1", Principal: account}},
+	})
+	if err := errors.Join(err1, err2); err != nil {
+		fmt.Println(err)
+		return
+	}
+	before, after := v1.Named("charge").Handler(charge), v2.Named("charge").Handler(charge)
+
+	post(before, "/v1/charges", `"order-1"`, "10 euro")
+	post(after, "/v1/charges", `"order-1"`, "10 euro") // the retry comes after the deploy
+	post(after, "/v1/charges", `"order-2"`, "10 euro")
+	post(before, "/v1/charges", `"order-2"`, "10 euro") // or goes to a process that it has not reached
+	// Output:
+	// 200 charge 1
+	// 200 charge 1 (replayed)
+	// 200 charge 2
+	// 200 charge 2 (replayed)
+}

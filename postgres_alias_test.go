@@ -480,3 +480,40 @@ func TestS27PostgresSetSettledTwice(t *testing.T) {
 	require.ErrorIs(t, store.Complete(t.Context(), l, idempotency.Response{Status: 200}), idempotency.ErrLeaseLost)
 	require.ErrorIs(t, store.Extend(t.Context(), l), idempotency.ErrLeaseLost)
 }
+
+// A statementLog remembers the text of the statements that are sent by themselves.
+type statementLog struct {
+	idempotency.PostgresDB
+	mu  sync.Mutex
+	sql []string
+}
+
+func (db *statementLog) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	db.sql = append(db.sql, sql)
+	return db.PostgresDB.Query(ctx, sql, args...)
+}
+
+// S43: a request without another name costs the same statements, whatever scopes and
+// predecessors are configured; and they know of no aliases.
+func TestS43PostgresWithoutAliasesAsBefore(t *testing.T) {
+	pool := migrated(t)
+	configured := mergedIntoC("A")
+	configured.Predecessors = func(context.Context, idempotency.Identity) ([]idempotency.Identity, error) { return nil, nil }
+	var sent [][]string
+	for i, cfg := range []idempotency.Config{{}, configured} {
+		db := &statementLog{PostgresDB: pool}
+		s := newGuardedSite(t, idempotency.NewPostgresStore(db), cfg, echo)
+		c := call{key: strconv.Quote(strconv.Itoa(i))}
+		require.Equal(t, http.StatusCreated, s.do(t.Context(), c).status)
+		require.True(t, s.do(t.Context(), c).replayed())
+		require.Len(t, db.sql, 3, "claim, complete, claim")
+		sent = append(sent, db.sql)
+	}
+	require.Equal(t, sent[0], sent[1])
+	for _, sql := range sent[0] {
+		require.NotContains(t, sql, "alias_of")
+		require.NotContains(t, sql, "origin")
+	}
+}
