@@ -2,7 +2,6 @@ package idempotency
 
 import (
 	"context"
-	"slices"
 
 	"github.com/google/uuid"
 )
@@ -75,19 +74,17 @@ func standings(rows []standingRow) ([]standing, error) {
 	return met, nil
 }
 
-// wonBefore returns what the claim has won by a try whose answer was lost, unless that
-// was so long ago that it has lost some of it again.
+// wonBefore returns what the claim has won by a try whose answer was lost. Once its lease
+// is over, it may have lost some of it again, and counts no more.
 func wonBefore(c Claim, rows []standingRow, met []standing) (won Record, isWon bool) {
-	others := slices.Clone(met)
 	for i, name := range c.names() {
 		if met[i].record.State == StateInProgress && rows[i].owner.Bytes == c.Owner {
 			won.State, won.Fingerprint, won.Attempt = StateClaimed, met[i].record.Fingerprint, met[i].record.Attempt
 			won.Origin = met[i].originOf(name.Digest())
 			won.Keys = append(won.Keys, name)
-			others[i] = standing{}
 		}
 	}
-	return won, won.Keys != nil && len(c.plan(others).taken) > 0
+	return won, won.Keys != nil
 }
 
 // takeName returns the statement by which a claim takes its i-th name, as won says.
