@@ -192,11 +192,11 @@ func (s *PostgresStore) own(ctx context.Context, c Claim, row claimRow) (Record,
 	if row.attempt <= 1 {
 		return rec, nil
 	}
-	rows, err := s.lookAll(ctx, c)
-	if err != nil {
-		return Record{}, err
+	_, met, err := s.lookAll(ctx, c)
+	if err == nil {
+		rec.Origin = met[0].origin
 	}
-	return rec, scanDigest(rows[0].origin, &rec.Origin)
+	return rec, err
 }
 
 // queryClaim sends the claim and returns the row that stands there. There is none

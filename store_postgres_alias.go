@@ -13,11 +13,7 @@ func (s *PostgresStore) CheckAliases() error { return nil }
 // its names, and takes them, if they are to be taken, in one transaction. That fails
 // where one of them does not stand as it was read.
 func (s *PostgresStore) tryClaimAll(ctx context.Context, c Claim) (Record, error) {
-	rows, err := s.lookAll(ctx, c)
-	if err != nil {
-		return Record{}, err
-	}
-	met, err := standings(rows)
+	rows, met, err := s.lookAll(ctx, c)
 	if err != nil {
 		return Record{}, err
 	}
@@ -40,18 +36,23 @@ func (s *PostgresStore) tryClaimAll(ctx context.Context, c Claim) (Record, error
 }
 
 // lookAll reads what stands under the names of a claim.
-func (s *PostgresStore) lookAll(ctx context.Context, c Claim) ([]standingRow, error) {
+func (s *PostgresStore) lookAll(ctx context.Context, c Claim) (rows []standingRow, met []standing, err error) {
 	names := c.names()
-	rows := make([]standingRow, len(names))
+	rows = make([]standingRow, len(names))
 	statements := make([]*statement, len(names))
 	for i, name := range names {
 		statements[i] = &statement{key: name, sql: s.sql.look, args: lookArgs(name, c), read: rows[i].read}
 	}
 	if len(statements) == 1 {
 		statements[0].ofClaim = true
-		return rows, s.run(ctx, statements[0])
+		err = s.run(ctx, statements[0])
+	} else {
+		err = s.runTogether(ctx, statements)
 	}
-	return rows, s.runTogether(ctx, statements)
+	if err == nil {
+		met, err = standings(rows)
+	}
+	return rows, met, err
 }
 
 // runTogether sends statements as one transaction, which no others join.

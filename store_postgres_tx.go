@@ -98,11 +98,7 @@ func openTransaction(c Claim) Record { return Record{State: StateInProgress, Lea
 
 // look returns what would become of a claim, as far as records tell.
 func (s *PostgresStore) look(ctx context.Context, c Claim) (claimPlan, error) {
-	rows, err := s.lookAll(ctx, c)
-	if err != nil {
-		return claimPlan{}, err
-	}
-	met, err := standings(rows)
+	_, met, err := s.lookAll(ctx, c)
 	if err != nil {
 		return claimPlan{}, err
 	}
