@@ -191,6 +191,7 @@ var configDefaults = map[string]string{
 	"MaxResponseBytes":  "1 MiB.",
 	"FingerprintSecret": "none.",
 	"CheckReplay":       "no check.",
+	"Predecessors":      "none.",
 	"Logger":            "no logging.",
 	"OnEvent":           "none.",
 	"DocumentationURL":  "[DefaultDocumentationURL].",

@@ -441,10 +441,10 @@ func TestPostgresClaimWithTwoRows(t *testing.T) {
 	const row = `SELECT $1::uuid, 'in_progress', false, '\x00'::bytea, $2::int, 60000000::bigint,
 		NULL::int, NULL::bytea, NULL::bytea, NULL::bytea, false`
 	sql := strings.Replace(row, "$1", "'"+uuid.NewString()+"'", 1) + " UNION ALL " + strings.Replace(row, "$1", "'"+c.Owner.String()+"'", 1)
-	sql = strings.Replace(strings.Replace(sql, "$2", "7", 1), "$2", "2", 1)
+	sql = strings.Replace(strings.Replace(sql, "$2", "7", 1), "$2", "1", 1)
 	r, err := idempotency.NewPostgresStore(cannedDB{PostgresDB: pool, sql: sql}).Claim(t.Context(), c)
 	require.NoError(t, err)
-	require.Equal(t, idempotency.Record{State: idempotency.StateClaimed, Fingerprint: c.Fingerprint, Attempt: 2}, r)
+	require.Equal(t, idempotency.Record{State: idempotency.StateClaimed, Fingerprint: c.Fingerprint, Attempt: 1}, r)
 }
 
 // A cannedDB answers all queries with one.
